@@ -147,8 +147,12 @@ class Experts(nn.Module):
         self.up, self.gate = (nn.Parameter(torch.empty(inward, dtype=dtype)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(outward, dtype=dtype))
         self.each = model.experts_per_token
+        self.shared = SwiGLU(model.hidden, model.shared_ffn, dtype) if model.shared_ffn else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._routed(x) if self.shared is None else self._routed(x) + self.shared(x)
+
+    def _routed(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         weights, experts = self.router(tokens).softmax(-1).topk(self.each)
         order = experts.flatten().argsort()
@@ -197,6 +201,36 @@ class Attention(nn.Module):
         return self.output(self.inner(q, k, v).flatten(2))
 
 
+class LatentAttention(nn.Module):
+    """DeepSeek's, as torchtitan has it; what stands for turning keeps nothing, as that does."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dim, self.rotary, self.value, self.rank = model.dim, model.rotary_dim, model.dim_of_values, model.kv_rank
+
+        def linear(*sizes: int) -> nn.Linear:
+            return nn.Linear(*sizes, bias=False, dtype=dtype)
+
+        queries = model.heads * model.dim
+        self.query: nn.Module = linear(model.hidden, queries)
+        if model.q_rank:
+            parts = linear(model.hidden, model.q_rank), Norm(model.q_rank, dtype=dtype), linear(model.q_rank, queries)
+            self.query = nn.Sequential(*parts)
+        self.down, self.norm = linear(model.hidden, self.rank + self.rotary), Norm(self.rank, dtype=dtype)
+        self.up = linear(self.rank, model.heads * (self.dim - self.rotary + self.value))
+        self.output = linear(model.heads * self.value, model.hidden)
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.dim - self.rotary
+        q, turned = self.query(x).unflatten(-1, (-1, self.dim)).split([own, self.rotary], -1)
+        q = torch.cat([q, -turned], -1)
+        latent, turned = self.down(x).split([self.rank, self.rotary], -1)
+        k, v = self.up(self.norm(latent)).unflatten(-1, (-1, own + self.value)).split([own, self.value], -1)
+        k = torch.cat([k, -turned[:, :, None].expand(-1, -1, k.shape[2], -1)], -1)
+        return self.output(self.inner(q, k, v).flatten(2))
+
+
 class _FusedNorm(torch.autograd.Function):
     """What torch's fused RMSNorm, which CPU wheels have no kernel of, keeps and makes; no numbers."""
 
@@ -224,7 +258,7 @@ class Layer(nn.Module):
     def __init__(self, model: ModelShape, dtype: torch.dtype, expert: int = 1) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(model.hidden, dtype=dtype) for _ in range(2))
-        self.attention = Attention(model, dtype)
+        self.attention = (LatentAttention if model.kv_rank else Attention)(model, dtype)
         if model.experts:
             self.ffn: nn.Module = Experts(model, dtype, expert)
         else:

@@ -205,7 +205,7 @@ def test_clocked_kernel_takes_what_the_planner_says(
         grads = kernel.backward(q, q, k, k, out, lse, How(band, 1.0))
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
     assert device.DEVICE.kernels is not None
-    costs = Costs(device.DEVICE.kernels, 2, 4, 2, 16, DTYPE, backward=backward)
+    costs = Costs(device.DEVICE.kernels, 2, 4, 2, (16, 16), DTYPE, backward=backward)
     assert clocked == [costs.of_call(Call(area, 6, 8, area / 6))]
 
 
@@ -215,7 +215,7 @@ def test_clocked_kernel_counts_what_a_mask_shows(clocked: list[float]) -> None:
     mask = create_block_mask(lambda b, h, i, j: (i + j + h) % 2 == 0, 1, 4, 8, 8, device="cpu")
     kernel.forward(x, x, x, How(FULL, 1.0, mask))
     assert device.DEVICE.kernels is not None
-    costs = Costs(device.DEVICE.kernels, 1, 4, 4, 16, DTYPE, backward=False)
+    costs = Costs(device.DEVICE.kernels, 1, 4, 4, (16, 16), DTYPE, backward=False)
     assert clocked == [costs.of_call(Call(32, 8, 8, 4.0))]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from tests.strategies import examples
 from tests.test_plan_bytes import planned
@@ -33,7 +34,7 @@ from wallfacer_dt.algorithms.steps import SIDES, Attend
 from wallfacer_dt.algorithms.tiles import Tile
 from wallfacer_dt.kernels.block import CAUSAL, FULL, Band
 from wallfacer_dt.planning import Candidate, Measured, Prediction, Ranked
-from wallfacer_dt.planning.attention import attention_events, head_patterns, programs_of
+from wallfacer_dt.planning.attention import attention_events, flops_of_pair, head_patterns, programs_of
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.flops import model_flops
@@ -392,6 +393,17 @@ def test_all_tiles_of_all_ranks_are_the_pairs(drawn) -> None:
     share = sequence.pairs() * sequence.batch * model.heads * model.dim / candidate.size
     assert cost.forward.compute >= share * (1 - 1e-9)
     assert cost.backward.compute >= share * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (48, 96)])
+def test_products_of_a_pair(dims: tuple[int, int]) -> None:
+    """As torch counts them, of a backward that computes scores again."""
+    dim, value_dim = dims
+    q, k, v = (2, 3, 5, dim), (2, 3, 7, dim), (2, 3, 7, value_dim)
+    pairs = 2 * 3 * 5 * 7
+    assert pairs * flops_of_pair(*dims, backward=False) == sdpa_flop_count(q, k, v)
+    counted = sdpa_backward_flop_count((2, 3, 5, value_dim), q, k, v)
+    assert pairs * flops_of_pair(*dims, backward=True) == counted
 
 
 def test_blocks_of_few_queries_take_longer() -> None:
@@ -960,6 +972,18 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
         ),
         (lambda: ModelShape(64, 8, experts=2, experts_per_token=1), "experts must be 0 where ffn is, got 2"),
         (lambda: ModelShape(hidden=64, heads=0), "heads must be at least 1, got 0"),
+        (lambda: ModelShape(64, 8, value_dim=0), "value_dim must be at least 1, got 0"),
+        (lambda: ModelShape(64, 8, ffn=8, shared_ffn=8), "shared_ffn must be 0 where experts are, got 8"),
+        (lambda: ModelShape(64, 8, rotary_dim=4), "q_rank and rotary_dim must be 0 where kv_rank is, got 0, 4"),
+        (lambda: ModelShape(64, 8, 4, kv_rank=4), "of a latent kv_heads must be heads, and rotary_dim below head_dim"),
+        (
+            lambda: ModelShape(64, 8, kv_rank=4, rotary_dim=8),
+            "of a latent kv_heads must be heads, and rotary_dim below",
+        ),
+        (
+            lambda: Division(Candidate(2), tensor=2).heads_of(ModelShape(64, 8, kv_rank=4)),
+            "tensor must be 1 where kv_rank is not 0, got 2: latents are not divided",
+        ),
         (lambda: ModelShape(hidden=64, heads=10**9, head_dim=1), "heads must be at most 65536, got 1000000000"),
         (lambda: ModelShape(hidden=64, heads=8, ffn=-1), "ffn must be at least 0, got -1"),
         (lambda: SequenceShape(0), "length must be at least 1, got 0"),

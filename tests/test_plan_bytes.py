@@ -34,7 +34,8 @@ def run(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, fak
     u, r, c = mesh.get_coordinate() if it.ulysses > 1 else (0, *mesh.get_coordinate())
     rows = rows_of(it, sequence.length, (u * it.ring + r) * it.team + c)
     documents = {"cu_seqlens": torch.tensor(sequence.mask.documents[0])} if sequence.documents else {}
-    shapes = [(sequence.batch, heads, rows, model.dim) for heads in (model.heads, model.keys, model.keys)]
+    sizes = (model.heads, model.dim), (model.keys, model.dim), (model.keys, model.dim_of_values)
+    shapes = [(sequence.batch, heads, rows, dim) for heads, dim in sizes]
     is_fake = fake and not documents  # whose contents are read
     with FakeTensorMode() if is_fake else nullcontext(), count_collectives(mesh) as traffic:
         q, k, v = (torch.ones(shape, dtype=sequence.dtype, requires_grad=True) for shape in shapes)
@@ -72,7 +73,8 @@ def context_ranks(candidate: Candidate) -> list[int]:
 def planned(draw: st.DrawFn, largest: int) -> tuple[Candidate, ModelShape, SequenceShape, int]:
     ranks = draw(st.integers(1, largest))
     kv_heads = draw(st.integers(1, 5))
-    model = ModelShape(hidden=8, head_dim=8, heads=kv_heads * draw(st.integers(1, 4)), kv_heads=kv_heads)
+    dims = {"head_dim": 8, "value_dim": draw(st.sampled_from([None, 4, 16]))}
+    model = ModelShape(hidden=8, heads=kv_heads * draw(st.integers(1, 4)), kv_heads=kv_heads, **dims)
     is_causal = draw(st.booleans())
     windows = [None, None, (draw(st.integers(0, 4 * ranks)), 0 if is_causal else draw(st.integers(0, 4)))]
     documents = draw(st.just(()) | st.lists(st.integers(1, 4 * ranks), min_size=1, max_size=4).map(tuple))

@@ -43,7 +43,8 @@ def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, l
         mesh = context_mesh("cpu", candidate.ring, candidate.team, ulysses=candidate.ulysses)
         documents = {"cu_seqlens": torch.tensor(sequence.mask.documents[0])} if sequence.documents else {}
         with nullcontext() if documents else FakeTensorMode():  # documents have contents
-            q, k, v = (_leaf(n, call, layout) for n in (model.heads, model.keys, model.keys))
+            sizes = (model.heads, model.dim), (model.keys, model.dim), (model.keys, model.dim_of_values)
+            q, k, v = (_leaf(*size, call, layout) for size in sizes)
             seen = measure(q, k, v)
             with seen.phase():
                 out = context_parallel_attention(
@@ -58,11 +59,11 @@ def measured(call: Call, measure: Callable[..., Tracked | Followed] = Tracked, l
             return Peaks(kept - on_host, max(forward, seen.peak) - on_host)
 
 
-def _leaf(heads: int, call: Call, layout: str) -> Tensor:
-    candidate, model, sequence, index = call
+def _leaf(heads: int, dim: int, call: Call, layout: str) -> Tensor:
+    candidate, _, sequence, index = call
     rows = rows_of(candidate, sequence.length, index)
     shape = (sequence.batch, heads, rows) if layout == "BNLH" else (sequence.batch, rows, heads)
-    x = torch.empty(*shape, model.dim, dtype=sequence.dtype)
+    x = torch.empty(*shape, dim, dtype=sequence.dtype)
     return (x if layout == "BNLH" else x.transpose(1, 2)).requires_grad_()
 
 
@@ -72,7 +73,8 @@ def calls(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8), **fixed:
     ranks = draw(st.sampled_from(sizes))
     kv_heads = draw(st.sampled_from([1, 2, 3, 5, 8]))
     heads = kv_heads * draw(st.sampled_from([1, 2, 3, 4]))
-    model = ModelShape(heads * 16, heads, kv_heads, head_dim=draw(st.sampled_from([16, 64])))
+    dims = {"head_dim": draw(st.sampled_from([16, 64])), "value_dim": draw(st.sampled_from([None, None, 16, 48]))}
+    model = ModelShape(heads * 16, heads, kv_heads, **dims)
     length = ranks * draw(st.integers(16, 64)) + draw(st.sampled_from([0, 0, 1, 7]))
     is_causal = draw(st.booleans())
     left = draw(st.sampled_from([None, None, 20, length // 3]))
@@ -253,6 +255,23 @@ EXPERTS = (
 )
 
 
+LATENTS = (
+    (
+        Candidate(2),
+        ModelShape(
+            64, 8, 8, 24, ffn=192, layers=2, vocab=40, experts=4, experts_per_token=2, shared_ffn=64, value_dim=16,
+            kv_rank=32, q_rank=48, rotary_dim=8,
+        ),
+        SequenceShape(2048, is_causal=True),
+    ),
+    (
+        Candidate(2, rotate="q", rotate_forward="q"),
+        ModelShape(128, 4, 4, 48, ffn=256, layers=2, vocab=40, value_dim=32, kv_rank=64, rotary_dim=16),
+        SequenceShape(2048, 2, dtype=torch.float32),
+    ),
+)  # fmt: skip
+
+
 MANY_HEADS = ModelShape(512, 32, 1, ffn=0, layers=1)
 
 
@@ -277,6 +296,7 @@ def check_stack(stack: nn.Module, tokens: Tensor, targets: Tensor, said: StackMe
     [
         *tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
         *tiers(product(with_layers(*EXPERTS[0][:2]), EXPERTS), strength=1),
+        *product(with_layers(*LATENTS[0][:2]), LATENTS),
     ],
     ids=lambda one: "-".join(one.layers.values()) if isinstance(one, Candidate) else str(one[0]),
 )

@@ -34,7 +34,7 @@ from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.gpus import AUTO, GPUS
-from wallfacer_dt.planning.known_models import LEARNED, MODELS
+from wallfacer_dt.planning.known_models import LEARNED, MODELS, MORE_TOKENS, without_experts
 from wallfacer_dt.planning.longest import length_unit, longest_length
 from wallfacer_dt.planning.only import Only
 from wallfacer_dt.planning.stack import stack_memory
@@ -43,9 +43,11 @@ from wallfacer_dt.planning.units import parse_tokens
 BILLIONS = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3.1-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "gpt3-175b": 175.2,
-    "dit-xl/2": 0.446,
+    "dit-xl/2": 0.446, "deepseek-v3": 671 + 33.2, "kimi-k2": 1026 + 16.5,
 }  # fmt: skip
-"""Parameters as published, but GPT-3's with an output projection of its own and DiT's without conditioning."""
+"""Parameters as published, but GPT-3's with an output projection of its own and DiT's without conditioning. What is
+added is that layers without experts are taken as with them.
+"""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,12 +59,19 @@ def test_models_have_as_many_weights_as_their_names_say(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3-30b-a3b", 3.3), ("mixtral-8x7b", 12.9), ("gpt-oss-20b", 3.6), ("llama3-8b", 8.03)]
+    ("name", "billions"),
+    [
+        ("qwen3-30b-a3b", 3.3),
+        ("mixtral-8x7b", 12.9),
+        ("gpt-oss-20b", 3.6),
+        ("llama3-8b", 8.03),
+        ("deepseek-v3", 37),
+    ],
 )
 def test_a_token_meets_as_many_weights_as_are_published(name: str, billions: float) -> None:
     """Embedding and output projection among them; of GPT-OSS, as it is counted there, one of the two."""
     it = MODELS[name].shape
-    products = model_flops(it, SequenceShape(1)) - 12 * it.layers * it.heads * it.dim
+    products = model_flops(it, SequenceShape(1)) - 6 * it.layers * it.heads * sum(it.dims)
     met = products / 6 + it.vocab * it.hidden * (name != "gpt-oss-20b")
     assert met / 1e9 == pytest.approx(billions, rel=0.02)
 
@@ -209,7 +218,7 @@ def test_rates_said_to_be_measured_are_those_of_the_record() -> None:
 
 
 def where(**said: str | int) -> tuple[Cluster, dict[str, str], float | None]:
-    cluster, origins, peak, _ = Machines(**said).cluster(torch.bfloat16, 128)
+    cluster, origins, peak, _ = Machines(**said).cluster(torch.bfloat16, (128, 128))
     return cluster, dict(origins), peak
 
 
@@ -239,13 +248,13 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
     for name, (value, parts) in changes.items():
         assert where(name="h100x16", **{name: value})[0] == replace(base, **parts)
     assert where(name="h100x16", peak_speed="1PFLOPS")[2] == 1e15
-    source = Machines(name="h100x16", inter="1GB/s", memory="1GB").cluster(torch.bfloat16, 128).source
+    source = Machines(name="h100x16", inter="1GB/s", memory="1GB").cluster(torch.bfloat16, (128, 128)).source
     assert source.startswith("h100x16: ")
     faster = ". With --kernel flash_attn_4 attention's forward is at 682 TFLOPS (assumed, 69% of the peak)"
     assert source.endswith("latencies of 5 us and 10 us are assumed; replaced by --inter, --memory" + faster)
     for told in ({"kernel": "auto"}, {"attention_speed": "1TFLOPS"}):
-        assert "--kernel" not in Machines(name="h100x16", **told).cluster(torch.bfloat16, 128).source
-    assert "--kernel" not in Machines(name="a100x16").cluster(torch.bfloat16, 128).source
+        assert "--kernel" not in Machines(name="h100x16", **told).cluster(torch.bfloat16, (128, 128)).source
+    assert "--kernel" not in Machines(name="a100x16").cluster(torch.bfloat16, (128, 128)).source
     speeds = {"attention_speed": "1TFLOPS", "linear_speed": "1TFLOPS", "memory_rate": "1TB/s", "launch": "0s"}
     said = where(name="h100x16", **speeds)[1]
     assert said == {
@@ -253,31 +262,36 @@ def test_options_replace_parts_of_a_named_cluster() -> None:
         "launch": "given",
     }  # fmt: skip
     told = Machines(name="h200x16", kernel="flash_attn_3", attention_speed="699TFLOPS")
-    assert told.cluster(torch.bfloat16, 128).cluster.kernels.backward == pytest.approx(587e12)
+    assert told.cluster(torch.bfloat16, (128, 128)).cluster.kernels.backward == pytest.approx(587e12)
 
 
 def test_what_was_published_is_said_to_be() -> None:
-    said = Machines(name="a100x8").cluster(torch.float16, 128).origins
+    said = Machines(name="a100x8").cluster(torch.float16, (128, 128)).origins
     assert said == {
         "forward": "published with flash", "backward": "published with flash", "linear": "published",
         "merge": "assumed", "launch": "assumed",
     }  # fmt: skip
-    assert Machines(name="h200x8", kernel="flash_attn_4").cluster(torch.float16, 256).origins["backward"] == "published"
+    assert (
+        Machines(name="h200x8", kernel="flash_attn_4").cluster(torch.float16, (256, 256)).origins["backward"]
+        == "published"
+    )
 
 
 def test_heads_between_those_in_the_table() -> None:
     machines = Machines(name="a100x8")
-    assert machines.cluster(torch.float16, 72).origins["forward"] == (
+    assert machines.cluster(torch.float16, (72, 72)).origins["forward"] == (
         "assumed with flash, 61% of the peak as for heads of 64"
     )
-    assert machines.cluster(torch.float16, 64).origins["forward"] == "assumed with flash, 61% of the peak"
+    assert machines.cluster(torch.float16, (64, 64)).origins["forward"] == "assumed with flash, 61% of the peak"
     hopper = Machines(name="h200x8", kernel="flash_attn_3")
     measured = dict.fromkeys(("forward", "backward", "linear"), "measured")
-    assert hopper.cluster(torch.float16, 128).origins == measured | {"merge": "assumed", "launch": "assumed"}
+    assert hopper.cluster(torch.float16, (128, 128)).origins == measured | {"merge": "assumed", "launch": "assumed"}
     # What was measured of others is assumed of these.
-    assert hopper.cluster(torch.float16, 192).origins["backward"] == "assumed, 59% of the peak as for heads of 128"
+    assert (
+        hopper.cluster(torch.float16, (192, 192)).origins["backward"] == "assumed, 59% of the peak as for heads of 128"
+    )
     with pytest.raises(OptionError, match="--dtype: no attention kernel for it on --cluster a100x8, use --dtype bfloa"):
-        machines.cluster(torch.float64, 64)
+        machines.cluster(torch.float64, (64, 64))
 
 
 def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
@@ -319,16 +333,18 @@ def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
 def test_kernels_that_are_not_planned_with(told: dict, dtype: torch.dtype, dim: int, message: str) -> None:
     machines = Machines(**({"ranks": 2, "intra": "1GB/s"} if "name" not in told else {}), **told)
     with pytest.raises(OptionError) as caught:
-        machines.cluster(dtype, dim)
+        machines.cluster(dtype, (dim, dim))
     assert str(caught.value).startswith(message)
 
 
 def test_what_a_kernel_does_not_take_is_refused_whoever_says_its_speed() -> None:
     told = {"ranks": 2, "intra": "1GB/s", "attention_speed": "1TFLOPS", "linear_speed": "1TFLOPS"}
     with pytest.raises(OptionError, match="--kernel='cudnn' runs on cuda, in bfloat16"):
-        Machines(kernel="cudnn", **told).cluster(torch.float32, 128)
-    assert Machines(kernel="reference", **told).cluster(torch.float32, 512).cluster.kernels.attention == "reference"
-    assert Machines(**told).cluster(torch.float32, 512).cluster.kernels.attention == "auto"
+        Machines(kernel="cudnn", **told).cluster(torch.float32, (128, 128))
+    assert (
+        Machines(kernel="reference", **told).cluster(torch.float32, (512, 512)).cluster.kernels.attention == "reference"
+    )
+    assert Machines(**told).cluster(torch.float32, (512, 512)).cluster.kernels.attention == "auto"
 
 
 def test_what_is_elsewhere_is_not_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +423,17 @@ GPT_OSS = LLAMA | {
     "num_hidden_layers": 24, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
     "experts_per_token": 4, "sliding_window": 128, "attention_bias": True,
 }  # fmt: skip
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 3,
+    "head_dim": 64, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu", "num_nextn_predict_layers": 1,
+    "rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+"""Key heads and a head dim are passed over."""
 
 
 def written(tmp_path: Path, config: object) -> str:
@@ -492,6 +519,44 @@ def test_configs_of_experts(tmp_path: Path) -> None:
     assert make_model(written(tmp_path, LLAMA | {"num_local_experts": 8})) == MODELS["llama3-8b"]
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_values_are_padded_but_by_one_kernel(name: str) -> None:
+    """So a call takes as long as with values as wide as keys, in products that are fewer."""
+    gpu = GPUS[name]
+    for kernel in ("auto", *gpu.attention):
+        whole, padded = gpu.kernels(192, kernel), gpu.kernels(192, kernel, 128)
+        if kernel == "flash_attn_4":
+            assert padded == whole
+            continue
+        for way, asked, done in (("forward", 2 * (192 + 128), 4 * 192), ("backward", 6 * 192 + 4 * 128, 10 * 192)):
+            assert done / getattr(whole, way) == pytest.approx(asked / getattr(padded, way))
+        assert all(said.endswith("as for heads of 128, padded") for said in gpu.origins(192, kernel, 128))
+    assert gpu.kernels(128, "flash", 128) == gpu.kernels(128, "flash")
+    machines = Machines(name=f"{name}x8").cluster(torch.bfloat16, (192, 128))
+    assert machines.cluster.kernels == gpu.kernels(192, "auto", 128)
+
+
+def test_configs_of_latents(tmp_path: Path) -> None:
+    assert make_model(written(tmp_path, DEEPSEEK)) == MODELS["deepseek-v3"]
+    kimi = {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
+    kimi |= {"vocab_size": 163840, "num_nextn_predict_layers": 0}
+    assert make_model(written(tmp_path, DEEPSEEK | kimi)) == MODELS["kimi-k2"]
+    lite = {"model_type": "deepseek_v2", "q_lora_rank": None, "n_shared_experts": 2, "rope_scaling": None}
+    found = make_model(written(tmp_path, DEEPSEEK | lite))
+    assert (found.shape.q_rank, found.shape.shared_ffn) == (0, 4096)
+    assert found.left_out == (without_experts(3), MORE_TOKENS)
+    # As transformers writes it where nothing is said.
+    unsaid = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+    assert make_model(written(tmp_path, unsaid)) == MODELS["deepseek-v3"]
+    assert without_experts(3) not in make_model(written(tmp_path, unsaid | {"model_type": "deepseek_v2"})).left_out
+    glm = {"model_type": "glm4_moe", "num_key_value_heads": 8, "head_dim": 128, "use_qk_norm": True}
+    found = make_model(written(tmp_path, DEEPSEEK | glm | {"first_k_dense_replace": 1}))
+    assert found.shape == ModelShape(
+        7168, 128, 8, 128, 2048, layers=61, vocab=129280, experts=256, experts_per_token=8, shared_ffn=2048
+    )
+    assert found.left_out == ("norms of queries and keys", without_experts(1), MORE_TOKENS)
+
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOWS: list[dict[str, Any]] = [
     {"model_type": "gpt_oss"}, {"model_type": "gpt_oss", "sliding_window": 1},
@@ -529,10 +594,16 @@ def test_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160}
     sizes |= {"head_dim": 24, "num_hidden_layers": 3, "vocab_size": 50, "pad_token_id": 0}
     sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    sizes |= {"n_routed_experts": 4, "n_shared_experts": 3, "first_k_dense_replace": 0}
     if kind == "gpt2":
         sizes = {"n_embd": 96, "n_head": 6, "n_layer": 3, "vocab_size": 50}
-    config = transformers.AutoConfig.for_model(kind, **sizes)
+    if kind in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
+        sizes |= {"q_lora_rank": 30 if kind == "deepseek_v2" else None, "kv_lora_rank": 20, "head_dim": None}
+        sizes |= {"qk_nope_head_dim": 14, "qk_rope_head_dim": 10, "v_head_dim": 12, "num_key_value_heads": 6}
+    config = transformers.AutoConfig.for_model(kind.replace("kimi_k2", "deepseek_v3"), **sizes)
     config.save_pretrained(tmp_path)
+    if kind == "kimi_k2":
+        written(tmp_path, config.to_dict() | {"model_type": kind})
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     matrices = {name: weight.numel() for name, weight in model.named_parameters(remove_duplicate=False)
@@ -585,6 +656,22 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
             QWEN3_MOE | {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9},
             "layer_types is missing, which says which layers have the window",
         ),
+        *(
+            (DEEPSEEK | {key: bad}, f"{key} must be a whole number from {least} to 10000000, got ")
+            for bad in (-1, True, "8")
+            for key, least in (
+                ("kv_lora_rank", 1),
+                ("q_lora_rank", 0),
+                ("v_head_dim", 1),
+                ("qk_nope_head_dim", 1),
+                ("qk_rope_head_dim", 1),
+                ("n_shared_experts", 0),
+                ("first_k_dense_replace", 0),
+            )
+        ),
+        (DEEPSEEK | {"kv_lora_rank": None}, "kv_lora_rank must be a whole number from 1 to 10000000, got None"),
+        (DEEPSEEK | {"n_routed_experts": None}, "num_local_experts or num_experts or n_routed_experts is missing"),
+        (DEEPSEEK | {"first_k_dense_replace": 61}, "first_k_dense_replace must be below the 61 layers, got 61"),
         ({}, "model_type is missing, known are gemma, "),
         (LLAMA | {"model_type": "mamba"}, "model_type is 'mamba', known are gemma, "),
         (LLAMA | {"model_type": ["llama"]}, r"model_type is \['llama'\], known"),
@@ -603,7 +690,7 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
         (LLAMA | {"num_key_value_heads": 5}, "kv_heads must divide heads, got 5 and 32"),
         (LLAMA | {"num_attention_heads": 24}, "heads must divide hidden unless head_dim is given, got 24 and 4096"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "experts_per_token must be from 1 to experts, or both 0, got 9 and 8"),
-        (MIXTRAL | {"num_local_experts": None}, "num_local_experts or num_experts is missing"),
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts or num_experts or n_routed_experts is missing"),
         (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         *(
             (QWEN3_MOE | some, "layers without experts among others are not planned: ")

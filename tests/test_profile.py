@@ -190,11 +190,14 @@ def test_what_was_run_on_documents_is_of_these(tmp_path: Path) -> None:
 
 def one_step(candidate: Candidate, sequence: SequenceShape) -> list[tuple[int, ...]]:
     """The shapes, and what is said of documents, of the call that a profile makes."""
-    made = Plan(MODEL, sequence, WHERE, (Ranked(candidate, Prediction(0.0, 0.0, 0.0, 0.0, 0, 0, 0), ""),))
+    model = replace(MODEL, value_dim=8)
+    made = Plan(model, sequence, WHERE, (Ranked(candidate, Prediction(0.0, 0.0, 0.0, 0.0, 0, 0, 0), ""),))
     attend = profiling.context_parallel_attention
     with mock.patch.object(profiling, "context_parallel_attention", wraps=attend) as run:
         attention_step(made, made.mesh("cpu"))()
-    return [tuple(run.call_args.args[0].shape), tuple(run.call_args.kwargs["cu_seqlens"].tolist())]
+    q, k, v = (tuple(x.shape) for x in run.call_args.args[:3])
+    assert (q, k[-1], v) == ((1, model.heads, q[2], model.dim), model.dim, (1, model.keys, q[2], 8))
+    return [q, tuple(run.call_args.kwargs["cu_seqlens"].tolist())]
 
 
 @pytest.mark.ranks

@@ -91,7 +91,7 @@ def outcome(reader: Callable[[Path], object], path: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize("many", [pytest.param(90, id="few"), pytest.param(1300, marks=pytest.mark.whole, id="many")])
+@pytest.mark.parametrize("many", [pytest.param(100, id="few"), pytest.param(1300, marks=pytest.mark.whole, id="many")])
 @pytest.mark.parametrize("reader", READERS)
 def test_broken_files_are_refused_in_a_line(reader: Callable, many: int, valid: Callable, tmp_path: Path) -> None:
     """5,200 of them in ``make test-all``; nothing but ValueError, and most of them are."""

@@ -155,6 +155,8 @@ def pairs_seen(queries: Spans, mask: Mask, length: int) -> int:
     >>> pairs_seen(np.array([[0, 6]]), Mask(right=0, documents=((0, 4, 6),)), 6)
     13
     """
+    if not len(queries):
+        return 0
     stored = Stored(queries, mask, 0)
     pieces, bounds = stored.pieces, np.minimum(stored.bounds, length)
     after = begun(bounds, pieces[:, 0])

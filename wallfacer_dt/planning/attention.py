@@ -252,6 +252,11 @@ def _programs(
     }
 
 
+def flops_of_pair(dim: int, value_dim: int, *, backward: bool) -> int:
+    """Floating point operations of a query head for a pair that is seen: two products forward, and five backward."""
+    return 6 * dim + 4 * value_dim if backward else 2 * (dim + value_dim)
+
+
 class Costs:
     """What calls for a group of heads cost, by the rates of kernels.
 
@@ -260,23 +265,23 @@ class Costs:
         batch: B.
         heads: query heads.
         kv_heads: key and value heads.
-        head_dim: H.
+        dims: H of keys, and of values.
         dtype: of q, k and v.
         backward: whether it is the backward's.
     """
 
     def __init__(
-        self, kernels: Kernels, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *,
+        self, kernels: Kernels, batch: int, heads: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, *,
         backward: bool,
     ) -> None:  # fmt: skip
-        rate = kernels.backward / 10 if backward else kernels.forward / 4
-        token = batch * head_dim
+        rate, (dim, value_dim) = kernels.backward if backward else kernels.forward, dims
         self.kernels = kernels
-        self.pair = heads * token / rate
+        self.pair = batch * heads * flops_of_pair(*dims, backward=backward) / rate
         # A partial result is read, and read and written where it is added to. The first of a block is added to nothing;
         # what it is charged stands for adding what arrives of that block's rows in the end.
-        touched = 3 * token * accumulation_dtype(dtype).itemsize / kernels.merge
-        self.query, self.key = heads * touched, 2 * kv_heads * touched * backward
+        touched = 3 * batch * accumulation_dtype(dtype).itemsize / kernels.merge
+        self.query = heads * (dim if backward else value_dim) * touched
+        self.key = kv_heads * (dim + value_dim) * touched * backward
         self.known: dict[Work, float] = {}
 
     @classmethod
@@ -284,7 +289,7 @@ class Costs:
         cls, heads: tuple[int, int], kernels: Kernels, model: ModelShape, sequence: SequenceShape, *, backward: bool
     ) -> "Costs":
         """Of so many of a model's query and key heads."""
-        return cls(kernels, sequence.batch, *heads, model.dim, sequence.dtype, backward=backward)
+        return cls(kernels, sequence.batch, *heads, model.dims, sequence.dtype, backward=backward)
 
     def of(self, work: Work) -> float:
         """Seconds of a step, of which most in a ring are alike."""

@@ -66,9 +66,9 @@ class Kernels:
     The defaults are an H100's in 16 bits: of torch's flash, measured with heads of 128, and else round numbers.
 
     Attributes:
-        forward: of attention in blocks of many queries, floating point operations per second: 4 for every query, key
-            and head dim.
-        backward: likewise of attention's backward, 10 for every query, key and head dim.
+        forward: of attention in blocks of many queries, floating point operations per second: 2 for every query, key
+            and element of a head's key or value.
+        backward: likewise of attention's backward, 6 of a key and 4 of a value.
         linear: of matrix products.
         overhead: seconds that a kernel call takes beyond them.
         merge: bytes per second at which partial results are read and written, and all that is elementwise.

@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import chain, count, product
 
 from wallfacer_dt.layout import check_length
+from wallfacer_dt.planning.attention import flops_of_pair
 from wallfacer_dt.planning.candidates import Candidate, attentions, with_layers
 from wallfacer_dt.planning.cluster import Cluster, PlanningError
 from wallfacer_dt.planning.division import Division
@@ -203,11 +204,12 @@ def divisions(
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
     Tensor ranks are in one node, and divide heads, key heads, hidden units and a context rank's tokens; a model with
-    experts has none, and its experts are dealt to ranks that share weights, and divide them; where these are more than
-    experts, others that share an expert divide its dims, as FSDP2 asks for. Replicas are whole nodes, or several.
-    Sequences divide, every stage has a layer, and there are as many microbatches as a pipeline has ranks or more, as
-    torch's 1F1B asks for; where ranks have several stages, microbatches go round evenly. Of how many layers less the
-    last stage has nothing is said yet. No group lies across the edge of a node in one place and not in another.
+    experts or latents has none, and its experts are dealt to ranks that share weights, and divide them; where these are
+    more than experts, others that share an expert divide its dims, as FSDP2 asks for. Replicas are whole nodes, or
+    several. Sequences divide, every stage has a layer, and there are as many microbatches as a pipeline has ranks or
+    more, as torch's 1F1B asks for; where ranks have several stages, microbatches go round evenly. Of how many layers
+    less the last stage has nothing is said yet. No group lies across the edge of a node in one place and not in
+    another.
 
     Args:
         model: sizes.
@@ -259,7 +261,7 @@ def _with_microbatches(
 
 
 def _splits(tensor: int, per_node: int, model: ModelShape) -> bool:
-    if tensor > 1 and model.experts:
+    if tensor > 1 and (model.experts or model.kv_rank):
         return False
     return per_node % tensor == 0 and not any(n % tensor for n in (model.heads, model.keys, model.ffn))
 
@@ -411,8 +413,11 @@ class _Search:
         kernels, heads = self.cluster.kernels, division.heads_of(self.model)
         sees = [one.pairs() for _, one in kinds_of_layers(self.model, self.sequence)]
         seen = mean_of_layers(self.model, self.sequence, sees, own)
-        pairs = division.microbatch * seen * heads.heads * heads.dim / division.context.size
-        forward, backward = 4 * pairs / kernels.forward, 10 * pairs / kernels.backward
+        pairs = division.microbatch * seen * heads.heads / division.context.size
+        forward, backward = (
+            pairs * flops_of_pair(*heads.dims, backward=way) / rate
+            for way, rate in ((False, kernels.forward), (True, kernels.backward))
+        )
         ideal = Spent(forward, forward), Spent(backward, backward)
         if division.context.projections == "plain":
             return ideal

@@ -194,6 +194,8 @@ class Division:
         """
         if self.expert > 1 and (not model.experts or model.experts % self.expert):
             raise ValueError(f"expert must divide experts, got {self.expert} and {model.experts}")
+        if self.tensor > 1 and model.kv_rank:
+            raise ValueError(f"tensor must be 1 where kv_rank is not 0, got {self.tensor}: latents are not divided")
         for name in ("heads", "kv_heads"):
             if getattr(model, name) % self.tensor:
                 raise ValueError(f"tensor must divide {name}, got {self.tensor} and {getattr(model, name)}")

@@ -57,12 +57,13 @@ def attention_peaks(
     """
     rows = shard_sizes(sequence.length, candidate.axes, candidate.order)[index]
 
-    def tensor(heads: int) -> Tensor:
-        shape = (sequence.batch, rows, heads, model.dim) if by_tokens else (sequence.batch, heads, rows, model.dim)
+    def tensor(heads: int, dim: int) -> Tensor:
+        shape = (sequence.batch, rows, heads, dim) if by_tokens else (sequence.batch, heads, rows, dim)
         x = torch.empty(shape, dtype=sequence.dtype, device="meta")
         return x.transpose(1, 2) if by_tokens else x
 
-    q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
+    q, k = tensor(model.heads, model.dim), tensor(model.keys, model.dim)
+    v = tensor(model.keys, model.dim_of_values)
     options = _options(candidate, sequence, index)
     documents = _documents(sequence)
     inputs, on_host = AttentionInputs(q, k, v, cu_seqlens=documents), 0 if documents is None else documents.nbytes

@@ -3,15 +3,15 @@
 Note [Elementwise work]
 It takes the time in which these bytes move at the rate of merging, and is fused as torch.compile fuses it. Of a token,
 in elements: a norm with the sum before it reads two rows and writes two, and its backward reads three and writes one;
-positions (rotary ones, whatever the model has) read and write queries and keys, each way; an activation reads gate and
-up, or up alone, and writes one; its backward reads these and a gradient, and writes theirs and what the activation
-gave, again. Four layers on an H200 took 3.5 ms for what are 4.0 here, and 12 where nothing was compiled
-(docs/benchmarks/gpu_2026-11-26.md).
+positions (rotary ones, whatever the model has) read and write queries and keys, each way; a latent's norm reads one row
+and writes one, and its backward reads two; an activation reads gate and up, or up alone, and writes one; its backward
+reads these and a gradient, and writes theirs and what the activation gave, again. Four layers on an H200 took 3.5 ms
+for what are 4.0 here, and 12 where nothing was compiled (docs/benchmarks/gpu_2026-11-26.md).
 
 A mixture of experts reads and writes a row for each expert of a token, which takes it, reads what each gives, and
 writes their weighted sum. Its backward does the same the other way round, and reads what they gave once more, for the
-gradients of the weights. The router's scores are not counted. Of experts that are dealt to ranks rows come by rank, and
-are put into their experts' order and back, each read and written.
+gradients of the weights. The router's scores, and adding what is shared, are not counted. Of experts that are dealt to
+ranks rows come by rank, and are put into their experts' order and back, each read and written.
 
 METP's operators are opaque to torch.compile: each of their operations reads and writes by itself. They add every
 product to a sum in the accumulation dtype, of tokens once for each block of the ring (METP, algorithms 1 and 2), or
@@ -47,8 +47,7 @@ def feed_forward_bytes(
     copied to be sent. Forward a rank copies its own weights, to send them.
     """
     is_metp, sizes = candidate.feed_forward == "metp", _Sizes.of(sequence)
-    units = model.ffn * model.feed_forwards_per_token
-    activation = _ACTIVATIONS[is_metp, model.gated][backward] * units * tokens * sizes.narrow
+    activation = _ACTIVATIONS[is_metp, model.gated][backward] * model.ffn_units * tokens * sizes.narrow
     if not is_metp:
         each = (4 if backward else 3) + 4 * is_dealt
         dispatched = each * model.experts_per_token + 1 if model.experts else 0
@@ -70,7 +69,8 @@ def attention_bytes(
     sizes, queries = _Sizes.of(sequence), model.heads * model.dim * tokens
     turned = queries + model.keys * model.dim * tokens
     if candidate.projections == "plain":
-        return 2 * turned * sizes.narrow
+        normed = (3 if backward else 2) * (model.q_rank + model.kv_rank) * tokens
+        return (2 * turned + normed) * sizes.narrow
     once = 2 * sizes.narrow + 7 * sizes.wide + sizes.cast
     turns, copied, added = (2, queries + turned, 3) if backward else (1, 2 * queries, 1)
     groups, rows = _groups(model.heads, model.keys, model.dim, candidate.size)

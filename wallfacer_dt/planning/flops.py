@@ -6,10 +6,10 @@ from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_laye
 def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
     """Of a step of training, forward and backward, nothing computed twice: of all ranks together.
 
-    Matrix products take 6 for every token and weight that it is multiplied with; attention 12 for every query head,
-    element of a head and pair of query and key that the mask shows, of which under a causal mask there are
-    N (N + 1) / 2. Like a prediction's time, without a feed-forward this is attention's alone, and without a vocabulary
-    there is no output projection.
+    Matrix products take 6 for every token and weight that it is multiplied with; attention 6 for every query head,
+    element of a head's key and of its value, and pair of query and key that the mask shows, of which under a causal
+    mask there are N (N + 1) / 2. Like a prediction's time, without a feed-forward this is attention's alone, and
+    without a vocabulary there is no output projection.
 
     Args:
         model: sizes.
@@ -21,7 +21,7 @@ def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
     tokens = sequence.batch * sequence.length
     weights = model.attention_weights + model.ffn_products if model.ffn else 0
     pairs = sum(layers * one.pairs() for layers, one in kinds_of_layers(model, sequence))
-    attention = 12 * sequence.batch * pairs * model.heads * model.dim
+    attention = 6 * sequence.batch * pairs * model.heads * sum(model.dims)
     return model.layers * 6 * tokens * weights + attention + 6 * tokens * model.hidden * model.vocab
 
 

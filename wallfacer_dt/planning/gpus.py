@@ -15,6 +15,7 @@ import torch
 
 from wallfacer_dt.kernels.block import Need
 from wallfacer_dt.kernels.registry import select_kernel
+from wallfacer_dt.planning.attention import flops_of_pair
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link
 
 NODE = 8  # GPUs
@@ -59,31 +60,42 @@ class GPU:
     source: str
     linear_source: str = "published"
 
-    def kernels(self, head_dim: int, kernel: str = "auto") -> Kernels:
-        """Rates of a kernel for heads of a dim, in 16 bits."""
+    def kernels(self, head_dim: int, kernel: str = "auto", value_dim: int | None = None) -> Kernels:
+        """Rates of a kernel for heads of a dim, and perhaps of another of values, in 16 bits.
+
+        Where one is padded to the other, that is computed, too.
+        """
         _, (forward, backward, _) = self._row(head_dim, kernel)
+        dims = head_dim, head_dim if value_dim is None else value_dim
+        if _pads(kernel, *dims):
+            padded = [max(dims)] * 2
+            forward *= flops_of_pair(*dims, backward=False) / flops_of_pair(*padded, backward=False)
+            backward *= flops_of_pair(*dims, backward=True) / flops_of_pair(*padded, backward=True)
         need = Need("cuda", torch.bfloat16, 128, 128, capability=self.capability, is_elsewhere=True)
         takes_segments = select_kernel(kernel, need).takes_segments
         return Kernels(
             forward, backward, self.linear, merge=self.merge, attention=kernel, takes_segments=takes_segments
         )
 
-    def origins(self, head_dim: int, kernel: str = "auto") -> list[str]:
+    def origins(self, head_dim: int, kernel: str = "auto", value_dim: int | None = None) -> list[str]:
         """Who says these rates of attention, forward and backward."""
-        dim, (*rates, source) = self._row(head_dim, kernel)
+        dim, (*_, source) = self._row(head_dim, kernel)
         name = f" with {AUTO}" * (kernel == "auto")
-        if source != "assumed" and dim == head_dim:
+        if source != "assumed" and dim == head_dim and value_dim in (None, head_dim):
             return [f"{source}{name}"] * 2
         heads = f" as for heads of {dim}" * (dim != head_dim)
+        heads += ", padded" * (value_dim is not None and _pads(kernel, head_dim, value_dim))
+        kernels = self.kernels(head_dim, kernel, value_dim)
+        rates = kernels.forward, kernels.backward
         return [f"assumed{name}, {rate / self.peak:.0%} of the peak{heads}" for rate in rates]
 
-    def fastest(self, dtype: torch.dtype, head_dim: int) -> tuple[str, Kernels]:
+    def fastest(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None) -> tuple[str, Kernels]:
         """The kernel that one call takes least time with, of those that take such heads, and its rates."""
         every = {}
         for name in self.attention:
             with suppress(ValueError):
-                check_kernel_of(name, self.capability, dtype, head_dim)
-                every[name] = self.kernels(head_dim, name)
+                check_kernel_of(name, self.capability, dtype, head_dim, value_dim)
+                every[name] = self.kernels(head_dim, name, value_dim)
         return min(every.items(), key=lambda of: 4 / of[1].forward + 10 / of[1].backward)
 
     def _row(self, head_dim: int, kernel: str) -> tuple[int, Rates]:
@@ -99,9 +111,17 @@ class GPU:
         return Cluster(ranks, per_node, intra, inter, per_node, self.memory, self.kernels(128))
 
 
-def check_kernel_of(kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> None:
+def check_kernel_of(
+    kernel: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, value_dim: int | None = None
+) -> None:
     """Refuse (ValueError) a kernel that takes no such heads on such GPUs, whatever is installed on this machine."""
-    select_kernel(kernel, Need("cuda", dtype, head_dim, head_dim, capability=capability, is_elsewhere=True))
+    value_dim = head_dim if value_dim is None else value_dim
+    select_kernel(kernel, Need("cuda", dtype, head_dim, value_dim, capability=capability, is_elsewhere=True))
+
+
+def _pads(kernel: str, head_dim: int, value_dim: int) -> bool:
+    """Whether it computes heads of one dim for those whose values have another, as all but one do for one pair."""
+    return head_dim != value_dim and (kernel, head_dim, value_dim) != ("flash_attn_4", 192, 128)
 
 
 _HDR, _NDR = 24e9, 46e9  # what nccl-tests get of InfiniBand's 200 and 400 Gbit/s

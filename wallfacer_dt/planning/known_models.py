@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from wallfacer_dt.planning.model import ModelShape
 
+YARN = "its scale of attention, YaRN's, which the style must be told"
+MORE_TOKENS = "what predicts more than one token ahead"
 LEARNED = "learned positions, for which the time of rotary ones is counted"
 
 
@@ -35,6 +37,19 @@ def _qwen3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
     return KnownModel(shape, left_out=("norms of queries and keys",))
 
 
+def _deepseek(heads: int, vocab: int, experts: int, *left_out: str) -> KnownModel:
+    shape = ModelShape(
+        7168, heads, heads, 192, 2048, layers=61, vocab=vocab, experts=experts, experts_per_token=8, shared_ffn=2048,
+        value_dim=128, kv_rank=512, q_rank=1536, rotary_dim=64,
+    )  # fmt: skip
+    return KnownModel(shape, left_out=(YARN, *left_out))
+
+
+def without_experts(layers: int) -> str:
+    """What is said of a model's first layers."""
+    return f"its first {layers} layer{'s' * (layers > 1)} without experts, taken as with them"
+
+
 def _gpt_oss(experts: int, layers: int) -> KnownModel:
     """The config.json of openai/gpt-oss-20b and openai/gpt-oss-120b."""
     shape = ModelShape(
@@ -58,6 +73,9 @@ MODELS = {
     "mixtral-8x7b": KnownModel(
         ModelShape(4096, 32, 8, 128, 14336, layers=32, vocab=32000, experts=8, experts_per_token=2)
     ),
+    # The config.json of deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Instruct.
+    "deepseek-v3": _deepseek(128, 129280, 256, without_experts(3), MORE_TOKENS),
+    "kimi-k2": _deepseek(64, 163840, 384, without_experts(1)),
     "gpt-oss-20b": _gpt_oss(32, 24),
     "gpt-oss-120b": _gpt_oss(128, 36),
     # Table 2.1 of "Language Models are Few-Shot Learners".

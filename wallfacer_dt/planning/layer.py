@@ -98,7 +98,7 @@ class Layer:
         yield from self._exchanged()
         yield from self._projected("projections", self._inward)
         yield from attention
-        yield from self._projected("output projection", self._outward)
+        yield from self._projected("output projection", self.model.out_weights)
         yield from self._exchanged()
         yield from self._exchanged()
         yield from self._feed_forward(backward=False)
@@ -114,7 +114,7 @@ class Layer:
         yield from self._exchanged()
         yield from self._exchanged()
         # By inputs and by weights.
-        yield from self._projected("output projection", 2 * self._outward)
+        yield from self._projected("output projection", 2 * self.model.out_weights)
         yield from attention
         yield from self._projected("projections", 2 * self._inward)
         yield from self._exchanged()
@@ -183,11 +183,7 @@ class Layer:
     @property
     def _inward(self) -> int:
         """Elements of the projections to queries, keys and values."""
-        return self.model.attention_weights - self._outward
-
-    @property
-    def _outward(self) -> int:
-        return self.model.hidden * self.model.heads * self.model.dim
+        return self.model.attention_weights - self.model.out_weights
 
     @property
     def dealt(self) -> int:

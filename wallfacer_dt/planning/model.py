@@ -31,7 +31,7 @@ class ModelShape:
         hidden: model dim.
         heads: query heads.
         kv_heads: key and value heads, a divisor of ``heads``; None: as many.
-        head_dim: of queries, keys and values; None: hidden / heads.
+        head_dim: of queries and keys, and of values, too; None: hidden / heads.
         ffn: hidden units of the feed-forward, of one expert where there are several, 0 for none.
         gated: it has a gate (SwiGLU): three projections instead of two; True where there is none.
         layers: how many.
@@ -39,6 +39,12 @@ class ModelShape:
         experts: among which a router deals tokens out (a mixture of experts), 0 for one feed-forward that takes all.
         experts_per_token: experts that each token goes to.
         windowed_layers: of ``layers``, those that a sequence's ``window_size`` is for, whatever their order; None: all.
+        shared_ffn: hidden units of one more feed-forward, that takes all tokens beside the experts.
+        value_dim: head dim of values; None: as of keys.
+        kv_rank: of the latent that every head's key and value are projected from (multi-head latent attention;
+            DeepSeek-V2, section 2.1), 0 for none.
+        q_rank: likewise of queries; 0: they are projected from the tokens.
+        rotary_dim: of ``head_dim``, the part of keys that has positions, and is not of the latent, but of all heads.
     """
 
     hidden: int
@@ -52,14 +58,21 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     windowed_layers: int | None = None
+    shared_ffn: int = 0
+    value_dim: int | None = None
+    kv_rank: int = 0
+    q_rank: int = 0
+    rotary_dim: int = 0
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) sizes that are none, or do not divide."""
         for name in ("hidden", "heads", "layers"):
             check_length(getattr(self, name), name)
-        for name in ("ffn", "vocab", "experts", "experts_per_token"):
+        for name in (
+            "ffn", "vocab", "experts", "experts_per_token", "shared_ffn", "kv_rank", "q_rank", "rotary_dim",
+        ):  # fmt: skip
             check_length(getattr(self, name), name, least=0)
-        for name in ("kv_heads", "head_dim"):
+        for name in ("kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) is not None:
                 check_length(getattr(self, name), name)
         check_kind(self.gated, bool, "gated")
@@ -74,6 +87,15 @@ class ModelShape:
             raise ValueError(f"experts_per_token must be from 1 to experts, or both 0, got {given}")
         if self.experts and not self.ffn:
             raise ValueError(f"experts must be 0 where ffn is, got {self.experts}")
+        if self.shared_ffn and not self.experts:
+            raise ValueError(f"shared_ffn must be 0 where experts are, got {self.shared_ffn}")
+        if not self.kv_rank and (self.q_rank or self.rotary_dim):
+            raise ValueError(f"q_rank and rotary_dim must be 0 where kv_rank is, got {self.q_rank}, {self.rotary_dim}")
+        if self.kv_rank and (self.keys != self.heads or self.rotary_dim >= self.dim):
+            raise ValueError(
+                "of a latent kv_heads must be heads, and rotary_dim below head_dim, got "
+                f"{self.keys} and {self.heads}, {self.rotary_dim} and {self.dim}"
+            )
         if self.windowed_layers is not None:
             check_length(self.windowed_layers, "windowed_layers", least=0)
             if self.windowed_layers > self.layers:
@@ -83,6 +105,7 @@ class ModelShape:
         # Written out, so that the same sizes are equal.
         object.__setattr__(self, "kv_heads", self.keys)
         object.__setattr__(self, "head_dim", self.dim)
+        object.__setattr__(self, "value_dim", self.dim_of_values)
         object.__setattr__(self, "gated", self.gated or not self.ffn)
         object.__setattr__(
             self, "windowed_layers", None if self.windowed_layers == self.layers else self.windowed_layers
@@ -99,29 +122,57 @@ class ModelShape:
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
+    def dim_of_values(self) -> int:
+        """Head dim of values."""
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys, and of values."""
+        return self.dim, self.dim_of_values
+
+    @property
     def attention_alone(self) -> "ModelShape":
         """The same attention, without layers round it."""
-        return replace(self, ffn=0, layers=1, vocab=0, experts=0, experts_per_token=0, windowed_layers=None)
+        none = dict.fromkeys(("ffn", "vocab", "experts", "experts_per_token", "shared_ffn"), 0)
+        return replace(self, **none, layers=1, windowed_layers=None)
 
     @property
     def attention_weights(self) -> int:
-        """Elements of a layer's four projections."""
-        return self.hidden * self.dim * 2 * (self.heads + self.keys)
+        """Elements of a layer's projections."""
+        queries, keys, values = self.heads * self.dim, self.keys * self.dim, self.keys * self.dim_of_values
+        if self.kv_rank:
+            own = self.heads * (self.dim - self.rotary_dim) + values
+            inward = self.hidden * (self.kv_rank + self.rotary_dim) + self.kv_rank * own
+        else:
+            inward = self.hidden * (keys + values)
+        inward += self.q_rank * (self.hidden + queries) if self.q_rank else self.hidden * queries
+        return inward + self.out_weights
+
+    @property
+    def out_weights(self) -> int:
+        """Of these, those of the one back."""
+        return self.hidden * self.heads * self.dim_of_values
 
     @property
     def ffn_weights(self) -> int:
-        """Elements of a layer's feed-forward, of all experts and their router."""
-        return (self.experts or 1) * self._feed_forward_weights + self.hidden * self.experts
+        """Elements of a layer's feed-forward, of all experts, what is shared, and the router."""
+        return (self.experts or 1) * self._feed_forward_weights + self._beside_experts
 
     @property
     def expert_weights(self) -> int:
-        """Of these, those of all experts, without their router; 0 where there are none."""
+        """Of these, those of all experts alone; 0 where there are none."""
         return self.experts * self._feed_forward_weights
 
     @property
     def ffn_products(self) -> int:
         """Those of them that a token is multiplied with."""
-        return self.feed_forwards_per_token * self._feed_forward_weights + self.hidden * self.experts
+        return self.feed_forwards_per_token * self._feed_forward_weights + self._beside_experts
+
+    @property
+    def ffn_units(self) -> int:
+        """Hidden units that a token has."""
+        return self.feed_forwards_per_token * self.ffn + self.shared_ffn
 
     @property
     def feed_forwards_per_token(self) -> int:
@@ -131,7 +182,15 @@ class ModelShape:
     @property
     def _feed_forward_weights(self) -> int:
         """Elements of one feed-forward."""
-        return self.hidden * self.ffn * (3 if self.gated else 2)
+        return self._weights_of(self.ffn)
+
+    @property
+    def _beside_experts(self) -> int:
+        """Elements of the router, and of what takes all tokens."""
+        return self.hidden * self.experts + self._weights_of(self.shared_ffn)
+
+    def _weights_of(self, units: int) -> int:
+        return self.hidden * units * (3 if self.gated else 2)
 
 
 @dataclass(frozen=True, slots=True)

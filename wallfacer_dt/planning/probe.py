@@ -24,6 +24,7 @@ from wallfacer_dt.kernels import reference
 from wallfacer_dt.kernels.block import FULL, BlockKernel, How, Need
 from wallfacer_dt.kernels.merge import accumulation_dtype, merge_
 from wallfacer_dt.kernels.registry import select_kernel
+from wallfacer_dt.planning.attention import flops_of_pair
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link, PlanningError
 from wallfacer_dt.planning.model import ModelShape, SequenceShape
 
@@ -110,8 +111,9 @@ class Probe:
         blocks = ((rows, rows), (few, few), (few, 4 * rows))
         forwards, backwards = zip(*(self._attention(kernel, model, sequence, *block) for block in blocks), strict=True)
         fit = fitted(rows, forwards, backwards)
-        pair = sequence.batch * model.heads * model.dim
-        shape, wide = (sequence.batch, model.heads, rows, model.dim), accumulation_dtype(sequence.dtype)
+        heads = sequence.batch * model.heads
+        forward, backward = (heads * flops_of_pair(*model.dims, backward=way) for way in (False, True))
+        shape, wide = (sequence.batch, model.heads, rows, model.dim_of_values), accumulation_dtype(sequence.dtype)
         out, lse = self._random(*shape, dtype=wide), self._random(*shape[:-1], dtype=wide)
         more = self._random(*shape, dtype=sequence.dtype)
         merging = self._repeated(lambda: merge_(out, lse, more, lse.clone()))
@@ -119,17 +121,18 @@ class Probe:
         square = self._random(size, size, dtype=sequence.dtype)
         product = self._repeated(lambda: square @ square)
         kernels = Kernels(
-            4 * pair / fit.forward, 10 * pair / fit.backward, 2 * size**3 / product, fit.overhead,
+            forward / fit.forward, backward / fit.backward, 2 * size**3 / product, fit.overhead,
             3 * out.nbytes / merging, half_rows=fit.half_rows, launch=0.0, takes_segments=kernel.takes_segments,
         )  # fmt: skip
         return kernels, self._contention(lambda: square @ square)
 
     def selected(self, name: str, model: ModelShape, sequence: SequenceShape) -> BlockKernel:
         """The kernel of attention; what a rank refuses all of them do (PlanningError), before one waits for another."""
-        like = torch.empty(0, model.heads, 0, model.dim, dtype=sequence.dtype, device=self.device)
+        q = torch.empty(0, model.heads, 0, model.dim, dtype=sequence.dtype, device=self.device)
+        v = q.new_empty(0, model.keys, 0, model.dim_of_values)
         found, refusal = None, ""
         try:
-            found = select_kernel(name, Need.of(like, like, masked=False, softcap=0.0))
+            found = select_kernel(name, Need.of(q, v, masked=False, softcap=0.0))
         except Exception as error:  # a kernel's own function may raise anything, and the others wait
             refusal = str(error) or repr(error)
         mine = refusal, f"{found.name!r}, {found.version}" if found else ""
@@ -149,9 +152,12 @@ class Probe:
         self, kernel: BlockKernel, model: ModelShape, sequence: SequenceShape, rows: int, columns: int
     ) -> tuple[float, float]:
         """Seconds of a block forward and backward."""
-        dtype = sequence.dtype
-        q, grad = (self._random(sequence.batch, model.heads, rows, model.dim, dtype=dtype) for _ in range(2))
-        k, v = (self._random(sequence.batch, model.keys, columns, model.dim, dtype=dtype) for _ in range(2))
+
+        def tensor(heads: int, length: int, dim: int) -> Tensor:
+            return self._random(sequence.batch, heads, length, dim, dtype=sequence.dtype)
+
+        q, grad = tensor(model.heads, rows, model.dim), tensor(model.heads, rows, model.dim_of_values)
+        k, v = tensor(model.keys, columns, model.dim), tensor(model.keys, columns, model.dim_of_values)
         how = How(FULL, model.dim**-0.5)
         out, lse = kernel.forward(q, k, v, how)
         forward = self._repeated(lambda: kernel.forward(q, k, v, how))

@@ -152,7 +152,7 @@ class Profile:
 
 
 def _complete(given: dict[str, Any]) -> None:
-    """Put into what an earlier file says what it did not: layers are alike, of one document, and so on."""
+    """Put into an earlier file what it does not say: its layers are alike, sequences one document, and so on."""
 
     def part(of: object, name: str) -> dict[str, Any]:
         found = of.get(name) if isinstance(of, dict) else None
@@ -161,7 +161,9 @@ def _complete(given: dict[str, Any]) -> None:
     part(part(given, "cluster"), "kernels").setdefault("takes_segments", False)
     measured = given.get("measured")
     for one in measured if isinstance(measured, list) else ():
-        part(one, "model").setdefault("windowed_layers", None)
+        model = part(one, "model")
+        earlier = dict.fromkeys(("shared_ffn", "kv_rank", "q_rank", "rotary_dim"), 0)
+        model |= {"windowed_layers": None, "value_dim": model.get("head_dim")} | earlier | model
         part(one, "sequence").setdefault("documents", [])
 
 
@@ -466,11 +468,12 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
     rows = shard_sizes(sequence.length, it.axes, it.order)[place.index]
     documents = torch.tensor(sequence.mask.documents[0]) if sequence.documents else None
 
-    def tensor(heads: int) -> Tensor:
-        shape = (sequence.batch, heads, rows, model.dim)
+    def tensor(heads: int, dim: int) -> Tensor:
+        shape = (sequence.batch, heads, rows, dim)
         return torch.randn(shape, dtype=sequence.dtype, device=mesh.device_type, requires_grad=True)
 
-    q, k, v = tensor(model.heads), tensor(model.keys), tensor(model.keys)
+    q, k = tensor(model.heads, model.dim), tensor(model.keys, model.dim)
+    v = tensor(model.keys, model.dim_of_values)
 
     def step() -> None:
         with dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))):

@@ -179,7 +179,7 @@ def _ends(division: Division, rank: int) -> int:
 
 def _norms(model: ModelShape) -> int:
     """Elements of a layer's norms, which tensor ranks all have."""
-    return 2 * model.hidden
+    return 2 * model.hidden + model.q_rank + model.kv_rank
 
 
 def rank_weights(division: Division, model: ModelShape, rank: int) -> int:
@@ -257,7 +257,8 @@ class _Layer:
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
         self.x = own * model.hidden * itemsize
         self.whole_x = self.rows * model.hidden * itemsize
-        self.hidden = self.rows * model.feed_forwards_per_token * -(-model.ffn // tensor) * itemsize
+        self.hidden = self.rows * -(-model.ffn_units // tensor) * itemsize
+        self.shared = self.rows * model.shared_ffn * itemsize
         self.dispatched = self.rows * model.experts_per_token * model.hidden * itemsize
         logits = -(-self.rows // division.loss_chunks) * -(-model.vocab // tensor)
         # In chunks: gradients of what the norm gave, and of several sequences a copy of that by chunk.
@@ -274,7 +275,8 @@ class _Layer:
             self.attention = Peaks(self.result, most)
         elif is_least:
             # Inputs, output and lse are kept, whatever the schedule.
-            token = 2 * (own_heads.heads + own_heads.keys) * own_heads.dim * itemsize + own_heads.heads * wide
+            each = sum(own_heads.dims) * itemsize
+            token = (own_heads.heads + own_heads.keys) * each + own_heads.heads * wide
             self.attention = Peaks(self.rows * token, self.rows * token)
         else:
             of_kinds = [attention_memory(candidate, own_heads, one, by_tokens=True) for one in kinds]
@@ -284,8 +286,19 @@ class _Layer:
     def result(self) -> int:
         """Attention's output and lse, which :func:`wallfacer_dt.checkpoint.save_attention` keeps."""
         wide = accumulation_dtype(self.sequence.dtype).itemsize
-        token = self.model.dim * self.sequence.dtype.itemsize + wide
+        token = self.model.dim_of_values * self.sequence.dtype.itemsize + wide
         return self.rows * self.model.heads // self.division.tensor * token
+
+    @property
+    def latents(self) -> int:
+        """What is kept of latents: what their norms take, and give, with scales; and of what keys and values are
+        projected to, keys, beside those that attention takes, as values are a view of it.
+        """
+        model, wide = self.model, accumulation_dtype(self.sequence.dtype).itemsize
+        if not model.kv_rank:
+            return 0
+        elements = 2 * (model.q_rank + model.kv_rank) + model.rotary_dim + model.heads * (model.dim - model.rotary_dim)
+        return self.rows * (elements * self.sequence.dtype.itemsize + (1 + bool(model.q_rank)) * wide)
 
     @property
     def norm(self) -> int:
@@ -305,7 +318,7 @@ class _Layer:
     @property
     def whole(self) -> int:
         """What is kept without a checkpoint, or there once a checkpoint has computed it again."""
-        return self.norm * (2 if self.model.ffn else 1) + self.attention.kept + self.feed_forward
+        return self.norm * (2 if self.model.ffn else 1) + self.latents + self.attention.kept + self.feed_forward
 
     @property
     def kept(self) -> int:
@@ -333,8 +346,10 @@ class _Layer:
             return there + _feed_forward_peak(Candidate(self.candidate.size), self.model, self.sequence)
         # Where both factors of the product have their gradients, it is gone, and its own gradient there. So is what
         # experts gave, of which before there are gradients in both orders, and products for those of their weights.
-        most = self.hidden * (2 if self.model.gated else 1)
-        return there + max(most - self.dispatched, self.hidden, 3 * self.dispatched)
+        # What all tokens go through beside experts has its backward first, as it comes last.
+        factors, own = 2 if self.model.gated else 1, self.hidden - self.shared
+        experts = max(factors * own - self.dispatched, own, 3 * self.dispatched)
+        return there + max(factors * self.shared, experts - 2 * factors * self.shared)
 
 
 _feed_forward_peak = lru_cache(maxsize=64)(feed_forward_peak)

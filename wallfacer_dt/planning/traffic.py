@@ -90,7 +90,7 @@ def arrivals(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -
 def one_way(candidate: Candidate, model: ModelShape, sequence: SequenceShape, *, backward: bool) -> dict[Key, Arrivals]:
     """The same of the forward, or of the backward, alone."""
     rotate = candidate.rotate if backward else candidate.rotate_forward
-    shape = Shape(sequence.batch, model.heads, model.keys, model.dim, model.dim)
+    shape = Shape(sequence.batch, model.heads, model.keys, *model.dims)
     return _arrivals(candidate.axes, candidate.schedule, rotate, candidate.order, shape, sequence, backward)
 
 

@@ -101,7 +101,7 @@ def _supports(need: Need) -> bool | str:
 
 def _compute(q: Tensor, k: Tensor, how: How, *, backward: bool) -> None:
     assert DEVICE.kernels is not None, "the kernel says that it cannot run"
-    costs = Costs(DEVICE.kernels, q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, backward=backward)
+    costs = Costs(DEVICE.kernels, q.shape[0], q.shape[1], k.shape[1], (q.shape[3],) * 2, q.dtype, backward=backward)
     rows, columns = q.shape[2], k.shape[2]
     area = int(pairs(rows, columns, *how.band))
     if how.mask is not None and (seen := visible_keys(how, q, k)) is not None:

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from wallfacer_dt.planning import ModelShape
-from wallfacer_dt.planning.known_models import LEARNED, KnownModel
+from wallfacer_dt.planning.known_models import LEARNED, MORE_TOKENS, YARN, KnownModel, without_experts
 from wallfacer_dt.reading import read_json, shown
 
 _MOST_BYTES = 2**20
 _MOST = 10**7  # of any size
-_EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+# Of how many first layers without experts, where nothing is said; others beside them have what takes all tokens.
+_DENSE = {"deepseek_v2": 0, "deepseek_v3": 3, "glm4_moe": 1, "kimi_k2": 3}
+_EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen3_moe", *_DENSE)
 _GATED = (
     "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3", "phi3",
     "qwen2", "qwen3", "seed_oss", "smollm3", *_EXPERTS,
@@ -24,13 +27,17 @@ _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
     "vocab": ("vocab_size",),
 }
-_KEYS_OF_EXPERTS = {"experts": ("num_local_experts", "num_experts"), "experts_per_token": ("num_experts_per_tok",)}
+_KEYS_OF_EXPERTS = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+}
+_KEYS_OF_LATENTS = {"kv_rank": "kv_lora_rank", "rotary_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
 # As many key heads as query heads, and hidden / heads; other types have numbers of their own where nothing is said.
 _MAY_BE_MISSING = {
     "kv_heads": ("gpt2", "granite", "llama", "olmo2", "olmo3", "olmoe", "phi3"),
     "head_dim": (
-        "gpt2", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
-        "qwen3_moe", "smollm3",
+        "glm4_moe", "gpt2", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3",
+        "qwen2", "qwen3_moe", "smollm3",
     ),
 }  # fmt: skip
 # Which types have a window, and of how many tokens, itself among them, where nothing is said.
@@ -42,8 +49,10 @@ _MAY_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "smollm3")  # if use_sliding_windo
 _ALL_WINDOWED = ("mistral", "mixtral", "phi3", "qwen3_moe")  # whatever layer_types say
 _EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4}  # of which layers the last has no window
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Keys that transformers' GPT-2 passes over.
-_NOT_GPT2S = ("intermediate_size", "num_key_value_heads", "head_dim")
+# Keys that transformers' models of these types pass over.
+_NOT_THEIRS = {"gpt2": ("intermediate_size", "num_key_value_heads", "head_dim")} | dict.fromkeys(
+    _LATENT, ("num_key_value_heads", "head_dim")
+)
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -82,13 +91,16 @@ def read_config(path: str) -> KnownModel:
     if kind not in TYPES:
         said = "is missing" if kind is None else f"is {shown(kind)}"
         raise ValueError(f"{path}: model_type {said}, known are {', '.join(TYPES)}; give sizes as options instead")
-    if kind == "gpt2":
-        config = {key: value for key, value in config.items() if key not in _NOT_GPT2S}
-    asked = _KEYS | _KEYS_OF_EXPERTS if kind in _EXPERTS else _KEYS
+    config = {key: value for key, value in config.items() if key not in _NOT_THEIRS.get(kind, ())}
+    asked = dict(_KEYS | _KEYS_OF_EXPERTS if kind in _EXPERTS else _KEYS)
     if kind == "qwen3_moe":
-        asked["ffn"] = ("moe_intermediate_size",)
         _check_all_have_experts(path, config)
+    if kind == "qwen3_moe" or kind in _DENSE:
+        asked["ffn"] = ("moe_intermediate_size",)
     sizes: dict[str, int] = {}
+    if kind in _LATENT:
+        del asked["kv_heads"], asked["head_dim"]
+        sizes |= _latents(path, config)
     for name, keys in asked.items():
         key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], None))
         if value is None and name == "ffn" and kind == "gpt2":
@@ -105,12 +117,32 @@ def read_config(path: str) -> KnownModel:
         raise ValueError(f"{path}: {key} must be one of {', '.join(_ACTIVATIONS)}, got {shown(said)}")
     if (kind, key, said) == ("gemma", "hidden_act", "gelu"):  # what the first releases said, and did not mean
         said = "gelu_pytorch_tanh"
+    if kind in _DENSE:
+        shared = _whole(path, "n_shared_experts", config.get("n_shared_experts", 1), least=0)
+        sizes["shared_ffn"] = shared * sizes["ffn"]
+        _dense(path, kind, config, sizes["layers"])
     window, windowed = _windows(path, kind, config, sizes["layers"])
     try:
         shape = ModelShape(**sizes, gated=kind in _GATED, windowed_layers=windowed)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)), window)
+
+
+def _latents(path: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of multi-head latent attention."""
+    found = {name: _whole(path, key, config.get(key)) for name, key in _KEYS_OF_LATENTS.items()}
+    found["q_rank"] = _whole(path, "q_lora_rank", config.get("q_lora_rank") or 0, least=0)
+    own = _whole(path, "qk_nope_head_dim", config.get("qk_nope_head_dim"))
+    return found | {"head_dim": own + found["rotary_dim"]}
+
+
+def _dense(path: str, kind: str, config: Mapping[str, Any], layers: int) -> int:
+    """How many first layers have no experts."""
+    dense = _whole(path, "first_k_dense_replace", config.get("first_k_dense_replace", _DENSE[kind]), least=0)
+    if dense >= layers:
+        raise ValueError(f"{path}: first_k_dense_replace must be below the {layers} layers, got {dense}")
+    return dense
 
 
 def _windows(path: str, kind: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
@@ -166,12 +198,21 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
     if said.get("query_pre_attn_scalar") == shape.dim:
         said.pop("query_pre_attn_scalar")
     found = [text.format(shown(said[key])) for key, text in _LEFT_OUT.items() if said.get(key)]
+    rope = said.get("rope_scaling") or said.get("rope_parameters")
+    if kind in _LATENT and isinstance(rope, dict) and rope.get("mscale_all_dim"):
+        found.append(YARN)
     if kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "olmoe"):
         found.append("norms of queries and keys")
     if kind in ("gemma2", "gemma3_text", "glm4"):
         found.append("two more norms of a layer, and what is kept of them")
     if kind == "gpt_oss":
         found.append("sinks, which the style must be told")
+    if kind == "glm4_moe" and said.get("use_qk_norm"):
+        found.append("norms of queries and keys")
+    if dense := config.get("first_k_dense_replace", _DENSE.get(kind, 0)):
+        found.append(without_experts(dense))
+    if kind in _DENSE and said.get("num_nextn_predict_layers"):
+        found.append(MORE_TOKENS)
     if kind in ("gpt2", "gpt_oss", "qwen2"):
         found.append("biases")
     if kind == "gpt2":

@@ -91,8 +91,8 @@ _ALL_SHARE = (
     "data, tensor, pipeline and expert parallelism: all ranks are taken to share each sequence; see --sequences"
 )
 _NOT_DIVIDED = (
-    "of divisions: tensor parallelism of models with experts, other pipeline schedules than 1F1B, interleaved or not, "
-    "asynchronous tensor parallelism, METP beside tensor parallelism"
+    "of divisions: tensor parallelism of models with experts or latents, other pipeline schedules than 1F1B, "
+    "interleaved or not, asynchronous tensor parallelism, METP beside tensor parallelism"
 )
 
 

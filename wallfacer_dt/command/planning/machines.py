@@ -74,12 +74,12 @@ class Machines:
     memory: str | None = None
     kernel: str | None = None
 
-    def cluster(self, dtype: torch.dtype, head_dim: int) -> Where:
+    def cluster(self, dtype: torch.dtype, dims: tuple[int, int]) -> Where:
         """The cluster that a name and options describe; an option replaces what the name says of the same.
 
         Args:
             dtype: of attention.
-            head_dim: likewise.
+            dims: of heads, of keys and of values.
 
         Returns:
             It.
@@ -104,23 +104,23 @@ class Machines:
         intra = self._link("intra", base.intra if base else None, INTRA_LATENCY, needed=has_intra)
         inter = self._link("inter", base.inter if base else None, INTER_LATENCY, needed=has_inter)
         intra, inter = intra or inter or _NO_LINK, inter or intra or _NO_LINK
-        kernels, origins = self._kernels(gpu, dtype, head_dim)
+        kernels, origins = self._kernels(gpu, dtype, dims)
         with as_options():
             cluster = Cluster(
                 ranks, min(ranks, per_node), intra, inter, self.nics or (base.nics if base else 1),
                 base.memory if base and self.memory is None else read_memory(self.memory), kernels,
             )  # fmt: skip
         return Where(
-            cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, dtype, head_dim)
+            cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, dtype, dims)
         )
 
-    def measured(self, profile: Profile, dtype: torch.dtype, head_dim: int) -> Where:
+    def measured(self, profile: Profile, dtype: torch.dtype, dims: tuple[int, int]) -> Where:
         """The cluster of a profile, with the memory that was said.
 
         Args:
             profile: what was measured.
             dtype: of attention.
-            head_dim: likewise.
+            dims: of heads, of keys and of values.
 
         Returns:
             The cluster.
@@ -143,9 +143,9 @@ class Machines:
         kernel = cluster.kernels.attention
         if cluster.device_type == "cuda" and kernel in ("auto", *names()):  # of another's nothing is known here
             with naming("--profile"):
-                check_kernel_of(kernel, None, dtype, head_dim)
+                check_kernel_of(kernel, None, dtype, *dims)
         cluster = cluster if self.memory is None else replace(cluster, memory=read_memory(self.memory))
-        said = MEASURED | _of_others(profile, dtype, head_dim)
+        said = MEASURED | _of_others(profile, dtype, dims)
         if not cluster.kernels.launch:
             said |= {"launch": "none, as kernels and hosts are one"}
         return Where(cluster, said, self._peak(None))
@@ -185,13 +185,13 @@ class Machines:
                 link = replace(link, bandwidth=parse_rate(rate))
         return link if late is None else replace(link, latency=latency)
 
-    def _kernels(self, gpu: GPU | None, dtype: torch.dtype, head_dim: int) -> tuple[Kernels, Mapping[str, str]]:
+    def _kernels(self, gpu: GPU | None, dtype: torch.dtype, dims: tuple[int, int]) -> tuple[Kernels, Mapping[str, str]]:
         """Rates, and by name who says so: of what neither a name nor an option says an H100's."""
         whose, given = gpu or GPUS["h100"], self._given_rates()
         kernel = "auto" if self.kernel is None else self.kernel
         check_kernel_name(kernel)
         if gpu is not None:
-            self._check_kernel(gpu.capability, dtype, head_dim)
+            self._check_kernel(gpu.capability, dtype, dims)
         if dtype not in HALF and not {"forward", "linear"} <= given.keys():
             said = "by default are an H100's in 16 bits" if gpu is None else f"on --cluster {self.name} are in 16 bits"
             raise OptionError(
@@ -199,12 +199,12 @@ class Machines:
                 "--linear-speed, or --profile FILE"
             )
         if gpu is None and (self.kernel or "forward" not in given):
-            self._check_kernel(None if "forward" in given else whose.capability, dtype, head_dim)
+            self._check_kernel(None if "forward" in given else whose.capability, dtype, dims)
         known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
         origins = {"linear": whose.linear_source, "merge": "assumed", "launch": "assumed"}
         if kernel == "auto" or kernel in whose.attention:
-            known = whose.kernels(head_dim, kernel)
-            origins["forward"], origins["backward"] = whose.origins(head_dim, kernel)
+            known = whose.kernels(dims[0], kernel, dims[1])
+            origins["forward"], origins["backward"] = whose.origins(dims[0], kernel, dims[1])
         elif "forward" not in given:
             raise OptionError(
                 f"--kernel: of {kernel!r} no rates are known there, but of {', '.join(whose.attention)}; give "
@@ -219,10 +219,10 @@ class Machines:
             origins["backward"] = f"assumed, {share:.2g} of the forward's"
         return replace(known, **given), {name: origins[name] for name in MEASURED}
 
-    def _check_kernel(self, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> None:
+    def _check_kernel(self, capability: tuple[int, int] | None, dtype: torch.dtype, dims: tuple[int, int]) -> None:
         """Refuse (OptionError) heads that the kernel of the printed code does not take on such a GPU."""
         try:
-            check_kernel_of(self.kernel or "auto", capability, dtype, head_dim)
+            check_kernel_of(self.kernel or "auto", capability, dtype, *dims)
         except ValueError as error:
             if self.kernel is not None:
                 raise OptionError(f"--{error}") from error
@@ -247,7 +247,7 @@ class Machines:
                     given[rate] = parse(text)
         return given
 
-    def _described(self, gpu: GPU, kernels: Kernels, dtype: torch.dtype, head_dim: int) -> str:
+    def _described(self, gpu: GPU, kernels: Kernels, dtype: torch.dtype, dims: tuple[int, int]) -> str:
         """Where the parts of a named cluster come from, and which kernel is faster than one that nobody chose."""
         latencies = " and ".join(map(format_time, (INTRA_LATENCY, INTER_LATENCY)))
         parts = ("ranks_per_node", "intra", "inter", "intra_latency", "inter_latency", "nics", "memory", "peak_speed")
@@ -257,9 +257,9 @@ class Machines:
             f"others have measured; latencies of {latencies} are assumed"
         ) + f"; replaced by {replaced}" * bool(replaced)
         if self.kernel is None and self.attention_speed is None:
-            name, fastest = gpu.fastest(dtype, head_dim)
+            name, fastest = gpu.fastest(dtype, *dims)
             if fastest.forward > 1.1 * kernels.forward:
-                whose = gpu.origins(head_dim, name)[0]
+                whose = gpu.origins(dims[0], name, dims[1])[0]
                 said += f". With --kernel {name} attention's forward is at {format_speed(fastest.forward)} ({whose})"
         return said
 
@@ -287,13 +287,13 @@ def read_memory(size: str | None) -> int | None:
     return nbytes
 
 
-def _of_others(profile: Profile, dtype: torch.dtype, head_dim: int) -> dict[str, str]:
+def _of_others(profile: Profile, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, str]:
     """Who says rates that are of other heads or of another dtype: a file's are of its last run."""
-    runs = [(one.sequence.dtype, one.model.dim) for one in profile.measured[-1:]]
+    runs = [(one.sequence.dtype, one.model.dims) for one in profile.measured[-1:]]
     said = {}
     if dtype not in [of for of, _ in runs]:
         said["linear"] = "measured in another dtype"
-    if (dtype, head_dim) not in runs:
+    if (dtype, dims) not in runs:
         said |= dict.fromkeys(("forward", "backward"), "measured of other heads or dtype")
     return said
 

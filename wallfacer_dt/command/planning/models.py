@@ -26,7 +26,7 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
     given = {field: value for field, value in sizes.items() if value is not None}
     assert given.keys() <= {field.name for field in fields(ModelShape)}
     if 0 in (given.get("ffn"), given.get("experts")):
-        for implied in ("experts", "experts_per_token"):
+        for implied in ("experts", "experts_per_token", "shared_ffn"):
             given.setdefault(implied, 0)
     if name is None:
         for needed in ("hidden", "heads"):

@@ -213,7 +213,7 @@ def plan(
         kernel=kernel,
     )  # fmt: skip
     measured = None if profile is None else load_profile(profile)
-    heads_of = sequence.dtype, known.shape.dim
+    heads_of = sequence.dtype, known.shape.dims
     where = machines.cluster(*heads_of) if measured is None else machines.measured(measured, *heads_of)
     if is_longest and where.cluster.memory is None:
         raise OptionError("--seq longest: the memory of a rank is not known; give --memory")

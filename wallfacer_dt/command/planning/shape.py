@@ -151,7 +151,14 @@ def make_sequence(
 
 def check_size(model: ModelShape, sequence: SequenceShape, sequences: int = 1) -> None:
     """Refuse (OptionError) a step whose largest tensor nobody can count the bytes of; of so many batches."""
-    widest = max(model.hidden, 2 * model.heads * model.dim, model.ffn * (model.experts or 1), model.vocab, model.layers)
+    widest = max(
+        model.hidden,
+        2 * model.heads * max(model.dims),
+        model.ffn_units,
+        model.ffn * (model.experts or 1),
+        model.vocab,
+        model.layers,
+    )
     if max(sequence.length * sequence.batch * sequences, model.hidden) * widest > _MOST_ELEMENTS:
         number, what = ("--sequences", "step") if sequences > 1 else ("--batch", "tensor")
         raise OptionError(f"--seq, {number} and the model's sizes: a {what} of more than 2^56 elements is not planned")

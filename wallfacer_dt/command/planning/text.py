@@ -135,10 +135,15 @@ def mask_of(plan: Plan | DivisionPlan) -> str:
 
 def summary_of_model(model: ModelShape) -> str:
     """Its sizes."""
-    experts = f", {model.experts_per_token} of {model.experts} experts" if model.experts else ""
+    shared = f" beside a shared one of {model.shared_ffn}" * bool(model.shared_ffn)
+    experts = f", {model.experts_per_token} of {model.experts} experts{shared}" if model.experts else ""
     ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}{experts}" if model.ffn else ""
     vocab = f", vocabulary of {model.vocab}" if model.vocab else ""
-    return f"hidden {model.hidden}, {model.heads}/{model.keys} heads of {model.dim}{ffn}{vocab}"
+    values = f" and {model.value_dim}" * (model.value_dim != model.dim)
+    ranks = [str(rank) for rank in (model.q_rank, model.kv_rank) if rank]
+    latents = f", latents of {' and '.join(ranks)}" * bool(ranks)
+    heads = f"{model.heads}/{model.keys} heads of {model.dim}{values}{latents}"
+    return f"hidden {model.hidden}, {heads}{ffn}{vocab}"
 
 
 def _link(link: Link) -> str:
