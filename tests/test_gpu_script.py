@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import pytest
 from recipes.benchmarks.gpu.__main__ import STAGES
 from recipes.benchmarks.gpu.stages import Place, attempted, page, record, versions
 from tests.gpu.__main__ import STAGES as CHECKS
-from tests.pairwise import few
 
 EVERY = {**CHECKS, **STAGES}
 QUICK = ["kernels", "segments", "merging", "waiting", "host", "loops"]
@@ -54,16 +54,21 @@ def test_that_kernels_which_take_long_to_compile_come_last() -> None:
 
 
 @pytest.mark.parametrize(("module", "stages"), [("tests.gpu", CHECKS), ("recipes.benchmarks.gpu", STAGES)])
-def test_that_what_no_time_is_left_for_is_named(module: str, stages: dict, tmp_path: Path) -> None:
+def test_that_what_no_time_is_left_for_is_named(
+    module: str, stages: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is tried, too: what all is found on comes first."""
-    command = [sys.executable, "-m", module, "--device", "cpu", "--out", str(tmp_path), "--seconds", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    monkeypatch.setattr(sys, "argv", [module, "--device", "cpu", "--out", str(tmp_path), "--seconds", "0"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.delitem(sys.modules, f"{module}.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 1
     lines = (tmp_path / f"{module}.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"stage": name, "case": "the stage", "error": "not run, for want of time"} for name in ("versions", *stages)
     ]
-    assert done.stdout.count("**: not run") == len(stages) + 1
+    assert capsys.readouterr().out.count("**: not run") == len(stages) + 1
 
 
 def test_what_all_is_found_on() -> None:
@@ -118,39 +123,74 @@ def slow(place):
     yield "slow", run
 
 if __name__ == "__main__":
-    sys.exit(main("slow", {{"slow": (slow, {seconds}), "next": (slow, 0)}}))
+    sys.exit(main("slow", {{"slow": (slow, 500), "next": (slow, 0)}}))
 """
 
 
-@pytest.mark.parametrize("how", few(["cut off", "SIGTERM", "SIGHUP"], {"cut off"}))
-def test_that_what_is_cut_off_ends_with_all_that_it_started(how: str, tmp_path: Path) -> None:
-    # Importing torch is a part of the time: it is longer where nothing has come of it.
-    for seconds in (10, 60) if how == "cut off" else (500,):
-        (folder := tmp_path / str(seconds)).mkdir()
-        if ends_with_all_that_it_started(how, folder, seconds):
-            return
-    pytest.fail(f"nothing was started within {seconds} s")
+def test_that_what_is_cut_off_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, end = [], time.monotonic() + 120
+
+    class Hasty(subprocess.Popen):
+        """Its time is over once it has started something."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            limits.append(timeout)
+            while self.poll() is None and not started(tmp_path) and time.monotonic() < end:
+                time.sleep(0.1)
+            return super().wait(0)
+
+    command = ready(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "argv", command[2:])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", Hasty)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tmp_path / "slow.py"), run_name="__main__")
+    assert ended.value.code == 1
+    check_ended(tmp_path, end)
+    assert limits == pytest.approx([30, 500], abs=10)
+    *_, first, second, third = map(json.loads, (tmp_path / "slow.jsonl").read_text().splitlines())
+    assert first == {"stage": "slow", "case": "quick"}
+    assert second["error"] == "cut off after 500 s; what would follow was not run"
+    assert third["error"] == "not run, for want of time"
 
 
-def ends_with_all_that_it_started(how: str, tmp_path: Path, seconds: int) -> bool:
-    """Whether it started something; if it did, that has ended."""
-    (tmp_path / "slow.py").write_text(SLOW.format(out=str(tmp_path), seconds=seconds))
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
-    command = [sys.executable, "-m", "slow", "--device", "cpu", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL)
-    child, end = tmp_path / "child", time.monotonic() + 120
+@pytest.mark.whole
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_that_what_is_ended_ends_with_all_that_it_started(
+    how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = time.monotonic() + 120
+    process = subprocess.Popen(ready(tmp_path, monkeypatch), stdout=subprocess.DEVNULL)
     try:
-        while not (child.exists() and child.read_text()) and process.poll() is None and time.monotonic() < end:
+        while not started(tmp_path) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-        if how != "cut off":
-            process.send_signal(signal.Signals[how])
-        assert process.wait(120) == (1 if how == "cut off" else 143)
+        process.send_signal(how)
+        assert process.wait(120) == 143
     finally:
         process.kill()
         process.wait()
-    if not child.exists():
-        return False
-    pid = int(child.read_text())
+    check_ended(tmp_path, end)
+
+
+def ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command that runs slow stages."""
+    (folder / "slow.py").write_text(SLOW.format(out=str(folder)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(Path(__file__).parents[1])]))
+    return [sys.executable, "-m", "slow", "--device", "cpu", "--out", str(folder)]
+
+
+def started(folder: Path) -> int:
+    """The process that the slow stage has started, or 0."""
+    child = folder / "child"
+    return int((child.exists() and child.read_text()) or 0)
+
+
+def check_ended(folder: Path, end: float) -> None:
+    """What the slow stage has started, until then."""
+    pid = started(folder)
+    assert pid
     try:
         while _is_running(pid) and time.monotonic() < end:
             time.sleep(0.1)
@@ -158,12 +198,6 @@ def ends_with_all_that_it_started(how: str, tmp_path: Path, seconds: int) -> boo
     finally:
         if _is_running(pid):
             os.kill(pid, signal.SIGKILL)
-    if how == "cut off":
-        *_, first, second, third = map(json.loads, (tmp_path / "slow.jsonl").read_text().splitlines())
-        assert first == {"stage": "slow", "case": "quick"}
-        assert second["error"] == f"cut off after {seconds} s; what would follow was not run"
-        assert third["error"] == "not run, for want of time"
-    return True
 
 
 def _is_running(pid: int) -> bool:

@@ -61,6 +61,26 @@ def test_divisions_are_all_that_can_be(size: tuple[int, int], sequences: int) ->
     assert beside == {(it.data > 1, it.pipeline > 1) for it in found if it.context.size > 1 == it.tensor}
 
 
+@examples(25)
+@given(
+    st.sampled_from([(4, 4), (8, 4), (12, 4)]), st.integers(1, 12), st.sampled_from([0, 4]),
+    st.dictionaries(
+        st.sampled_from(["context", "tensor", "shards", "replicas", "pipeline", "interleave", "expert", "microbatch"]),
+        st.sampled_from([1, 2, 3, 4]), max_size=3,
+    ),
+)  # fmt: skip
+def test_divisions_of_groups_that_are_asked_for_are_those_of_all(
+    size: tuple[int, int], sequences: int, experts: int, only: dict[str, int | str]
+) -> None:
+    model = replace(MODEL, experts=experts, experts_per_token=experts // 2)
+    asked, where = Only.of(only, divides=True).groups, cluster(*size)
+    found = list(divisions(model, SEQUENCE, where, sequences, groups=asked))
+    every = list(divisions(model, SEQUENCE, where, sequences))
+    assert [it for it in found if has(it, asked)] == [it for it in every if has(it, asked)]
+    if {*only} <= {"context", "tensor", "shards", "replicas", "pipeline", "expert"}:
+        assert all(has(it, asked) for it in found)
+
+
 def possible(where: Cluster, sequences: int) -> Iterator[tuple[int, ...]]:
     """By the rules written out: 2 key heads, 4 layers, 192 hidden units, 256 tokens."""
     numbers, per_node = range(1, where.ranks + 1), where.ranks_per_node
@@ -382,13 +402,13 @@ def test_attentions_that_are_not_looked_at_take_longer(
 def test_other_rotations_are_tried_where_the_fastest_do_not_fit() -> None:
     """Of ring 2 x team 4 that is the one which rotates keys forward and queries backward."""
     where = cluster(8, 4, kernels=replace(KERNELS, launch=1e-5), memory=824_934)
-    made = divide(MODEL, replace(SEQUENCE, is_causal=False, window_size=(100, 100)), where, 4)
-    (eight,) = (one for one in made.by_context if one.division.context.size == 8)
-    context = eight.division.context
-    assert (context.axes, context.rotate_forward, context.rotate) == ((1, 2, 4), "kv", "q")
-    assert eight.seconds == pytest.approx(0.05875, rel=1e-3)
+    only: dict[str, int | str] = {"ring": 2, "team": 4, "schedule": "2d"}
+    made = divide(MODEL, replace(SEQUENCE, is_causal=False, window_size=(100, 100)), where, 4, only=only)
+    context = made.chosen.context
+    assert (context.size, context.axes, context.rotate_forward, context.rotate) == (8, (1, 2, 4), "kv", "q")
+    assert made.prediction.seconds == pytest.approx(0.05875, rel=1e-3)
     # But not those that are not asked for.
-    only = {"ring": 2, "team": 4, "schedule": "2d", "rotate": "kv", "microbatch": eight.division.microbatch}
+    only |= {"rotate": "kv", "microbatch": made.chosen.microbatch}
     with pytest.raises(PlanningError, match="nothing fits"):
         divide(MODEL, made.sequence, where, 4, only=only | context.layers)
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 from expecttest import assert_expected_inline
 
 import wallfacer_dt
@@ -135,32 +136,32 @@ def test_every_public_name_is_documented() -> None:
     assert all(getattr(wallfacer_dt, name).__doc__ for name in wallfacer_dt.__all__)
 
 
-def printed(code: str) -> str:
-    """What a new process prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout.strip()
-
-
-def test_importing_does_not_start_anything() -> None:
-    """No process group, no compiler, none of the recipes' packages."""
-    heavy = (
-        "rich", "typer", "matplotlib", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.onnx",
-        "triton", "hypothesis", "pytest",
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def imported() -> tuple[set[str], set[str]]:
+    """Modules of a new process with what ParallelStyle and BlockMask are in (sympy comes with the former), and those
+    that this package brings, which starts no process group.
+    """
     code = (
-        "import sys, wallfacer_dt, torch.distributed as d;"
-        "assert not d.is_initialized();"
-        f"print([m for m in {heavy} if m in sys.modules])"
-    )
-    assert printed(code) == "[]"
-
-
-def test_importing_is_light() -> None:
-    """What is imported beside the package is what ParallelStyle and BlockMask are in (sympy comes with the former)."""
-    code = (
-        "import sys, torch.distributed.tensor.parallel, torch.nn.attention.flex_attention;"
+        "import sys, torch.distributed as d, torch.distributed.tensor.parallel, torch.nn.attention.flex_attention;"
         "before = set(sys.modules);"
         "import wallfacer_dt;"
-        "print(*(m for m in set(sys.modules) - before if not m.startswith('wallfacer_dt')))"
+        "assert not d.is_initialized();"
+        "print(*before); print(*(set(sys.modules) - before))"
     )
-    assert len(printed(code).split()) <= 10
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    before, brought = ({*line.split()} for line in done.stdout.splitlines())
+    return before, brought
+
+
+def test_importing_does_not_start_anything(imported: tuple[set[str], set[str]]) -> None:
+    """No process group, no compiler, none of the recipes' packages."""
+    heavy = {
+        "rich", "typer", "matplotlib", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.onnx",
+        "triton", "hypothesis", "pytest",
+    }  # fmt: skip
+    assert not heavy & set.union(*imported)
+
+
+def test_importing_is_light(imported: tuple[set[str], set[str]]) -> None:
+    assert "wallfacer_dt.calls" in imported[1]
+    assert len([name for name in imported[1] if not name.startswith("wallfacer_dt")]) <= 10

@@ -47,6 +47,7 @@ LOSS_CHUNKS = 8
 INTERLEAVES = 1, 2
 """Stages of a pipeline's rank: those of 1F1B, and torchtitan's default of interleaved 1F1B."""
 
+_OF_STEPS = "interleave", "microbatch"  # what divisions with the same groups of ranks have of their own
 _NEARLY = 1.15  # of the memory: who needs more is not asked whether other stages of a pipeline would fit
 _TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
@@ -167,16 +168,17 @@ def divide(
         raise PlanningError("ranks are divided for whole layers, and there is no feed-forward", about="ffn")
     asked = Only.of(only, divides=True)
     more = (n for name, n in asked.groups if name == "interleave" and isinstance(n, int) and n > 0)
-    there = list(divisions(model, sequence, cluster, sequences, sorted({*INTERLEAVES, *more})))
-    if not there:
+    interleaves, search = sorted({*INTERLEAVES, *more}), _Search(model, sequence, cluster, asked)
+    some = divisions(model, sequence, cluster, sequences, interleaves, asked.groups)
+    every = [one for one in some if search.is_asked(one)]
+    if not every:
+        there = list(divisions(model, sequence, cluster, sequences, interleaves))
+        if there:
+            raise refuse(asked, search.values(there))
         raise PlanningError(
             f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
             about="sequences",
         )
-    search = _Search(model, sequence, cluster, asked)
-    every = [one for one in there if search.is_asked(one)]
-    if not every:
-        raise refuse(asked, search.values(there))
     for division in every:
         search.add(division)
     search.run(keep)
@@ -200,6 +202,7 @@ def divisions(
     cluster: Cluster,
     sequences: int,
     interleaves: Sequence[int] = INTERLEAVES,
+    groups: Values = (),
 ) -> Iterator[Division]:
     """Every division, with layers of every kind; its context ranks are a ring, which stands for all their attentions.
 
@@ -217,10 +220,12 @@ def divisions(
         cluster: whose ranks.
         sequences: of a step.
         interleaves: how many stages a pipeline's rank may have.
+        groups: values, of which those that say how ranks are divided are looked at: others are passed over at once.
 
     Yields:
         The divisions.
     """
+    ranks = tuple((name, value) for name, value in groups if name not in _OF_STEPS)
     per_node = min(cluster.ranks, cluster.ranks_per_node)
     for pipeline in _divisors(cluster.ranks):
         each = [n for n in interleaves if pipeline * n <= model.layers] if pipeline > 1 else [1]
@@ -239,7 +244,7 @@ def divisions(
                     )
                     for expert in _divisors(math.gcd(one.weight_ranks, model.experts) if model.experts else 1):
                         dealt = replace(one, expert=expert)
-                        if _shards_experts(dealt, model):
+                        if has(dealt, ranks) and _shards_experts(dealt, model):
                             yield from _with_microbatches(dealt, each, model, cluster, sequences // data)
 
 
