@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -786,13 +787,8 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_two_ranks_are_profiled_and_the_file_is_planned_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.json"
-    done = torchrun("--top", "2", "--iterations", "1", "--threads", "1", "--out", str(path), "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)  # one rank's
+def check_profiled(document: dict[str, Any], path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What one rank prints is what the file says, by which the same is planned."""
     assert document["file"] == str(path)
     assert document["cluster"] == Profile.load(path).cluster.as_json()
     assert document["cluster"]["ranks"] == 2
@@ -805,12 +801,33 @@ def test_two_ranks_are_profiled_and_the_file_is_planned_by(tmp_path: Path, capsy
     }
 
 
-def refused_on_a_rank(folder: Path, *options: str) -> tuple[int, str, list[float]]:
-    """Of a profile that cannot be, in a pool's process group: the exit status, what is said and what is waited.
+MEASURING = "--top 2 --iterations 1 --threads 1 --json"
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_of_torchrun_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    done = torchrun(*MEASURING.split(), "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    check_profiled(json.loads(done.stdout), path, capsys)  # one rank's
+
+
+def test_two_ranks_are_profiled_and_the_file_is_planned_by(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (status, told, said, _), other = ranks(2).run(commanded_on_a_rank, tmp_path, MEASURING, MEASURING)
+    assert (status, said, other) == (0, "", (0, "", "", []))
+    check_profiled(json.loads(told), tmp_path / "profile.json", capsys)
+
+
+def commanded_on_a_rank(folder: Path, *options: str) -> tuple[int, str, str, list[float]]:
+    """Of a profile in a pool's process group: the exit status, what is printed, what is said and what is waited.
 
     Each rank has options of its own.
     """
-    rank, waited, said = str(dist.get_rank()), [], io.StringIO()
+    rank, waited, told, said = str(dist.get_rank()), [], io.StringIO(), io.StringIO()
     place = TORCHRUN | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "one"}
     store = dist.FileStore(str(folder / "store"), 2)
     command = *options[int(rank)].split(), "--device", "cpu", "--out", str(folder / "profile.json")
@@ -821,26 +838,27 @@ def refused_on_a_rank(folder: Path, *options: str) -> tuple[int, str, list[float
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(torch, "set_num_threads"),
         mock.patch("time.sleep", waited.append),
+        redirect_stdout(told),
         redirect_stderr(said),
     ):
-        return main(["profile", *SMALL_SHAPE.split(), *command]), said.getvalue(), waited
+        return main(["profile", *SMALL_SHAPE.split(), *command]), told.getvalue(), said.getvalue(), waited
 
 
 def test_the_first_rank_says_what_all_refuse(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    (status, said, waited), other = ranks(2).run(refused_on_a_rank, tmp_path, "--memory 1kB", "--memory 1kB")
+    (status, _, said, waited), other = ranks(2).run(commanded_on_a_rank, tmp_path, "--memory 1kB", "--memory 1kB")
     assert (status, waited) == (2, [])
     assert said.startswith("wallfacer profile: --memory: nothing fits: ")
     assert said.count("\n") == 1
-    assert other == (2, "", [30])
+    assert other == (2, "", "", [30])
     assert not list(tmp_path.glob("*.json"))
 
 
 def test_ranks_with_unlike_options_are_refused_in_one_line(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    (status, said, waited), other = ranks(2).run(refused_on_a_rank, tmp_path, "--top 1", "--top 2")
+    (status, _, said, waited), other = ranks(2).run(commanded_on_a_rank, tmp_path, "--top 1", "--top 2")
     assert (status, waited) == (2, [])
     assert said.startswith("wallfacer profile: call ")
     assert said.endswith(": top must be the same on every rank of the mesh, got rank 0: 1, rank 1: 2\n")
-    assert other == (2, "", [30])
+    assert other == (2, "", "", [30])
 
 
 @pytest.mark.whole

@@ -48,7 +48,10 @@ SAID = [
     ("NaN in gradients", r"step 5: .*the gradients of rank 0, 1, 2, 3 were not, back from layers\.1\."),
 ]
 # Where a rank is killed as in the backward; and what a rank has from the start, as another version.
-LIKE_OTHERS = ("killed in the forward", "killed in the optimizer", "rank 0 is killed in the backward", "other options")
+LIKE_OTHERS = (
+    "killed in the forward", "killed in the optimizer", "killed in a save", "rank 0 is killed in the backward",
+    "other options",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

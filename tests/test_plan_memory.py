@@ -235,7 +235,7 @@ SMALL = (
     ),
     (
         Candidate(2, 2, order="head_tail"),
-        ModelShape(64, 4, ffn=256, gated=False, layers=4, vocab=40),
+        ModelShape(64, 4, ffn=256, gated=False, layers=3, vocab=40),
         SequenceShape(2048, 2, is_causal=True),
     ),
 )
@@ -371,14 +371,16 @@ def test_stack_of_experts_that_are_dealt_to_ranks(
             check_stack(stack, tokens, targets, said)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
-@pytest.mark.parametrize("chunks", [1, 8])
-@pytest.mark.parametrize(("hidden", "vocab", "tokens"), [(64, 4000, 2048), (256, 4000, 256), (256, 40, 512)])
-def test_stack_under_fsdp(checkpoint: str, chunks: int, hidden: int, vocab: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "chunks", "checkpoint"),
+    tiers(product([(64, 4000, 2048), (256, 4000, 256), (256, 40, 512)], [1, 8], ["none", "full"])),
+)
+def test_stack_under_fsdp(sizes: tuple[int, int, int], chunks: int, checkpoint: str) -> None:
     """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there.
 
     It is held by the loss, or by weights, with the output projection's gradient or without; or by its sums over chunks.
     """
+    hidden, vocab, tokens = sizes
     candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(tokens)
     model = ModelShape(hidden, 4, 2, ffn=3 * hidden, layers=4, vocab=vocab)
     with kernels_without_workspace():

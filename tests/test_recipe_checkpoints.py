@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -51,10 +51,11 @@ def end_at(folder: Path, step: int) -> None:
             shutil.rmtree(kept)
 
 
-def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("meshes", [MESHES[1:5], pytest.param(MESHES, marks=pytest.mark.whole)], ids=len)
+def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, meshes: Sequence[list[str]]) -> None:
     """From one to the next of these, two steps each; every one of them goes on to the end."""
     uninterrupted: list[float] = []
-    for number, mesh in enumerate(MESHES):
+    for number, mesh in enumerate(meshes):
         size = 4 if mesh else 1
         arguments = keeping(tmp_path, "--seed", "3", *mesh, *(["--resume"] if number else []))
         assert ranks(size).run(recipe_on_rank, arguments) == [0] * size

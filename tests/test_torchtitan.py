@@ -475,7 +475,6 @@ def name_part(part: str) -> str:
         CASES,
         {
             ("ring 4", "", "none"),
-            ("ulysses 2 x ring 2", "", "full"),
             ("ulysses 2, TP 2", "", "selective"),
             ("ring 2, FSDP 2", AOT, "full"),
         },
