@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,35 +22,31 @@ PAGE = (HERE.parent / "docs" / "extending.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("diff", "files", "cases"),
-    [
-        (0, 2, [({"is_causal": True, "chunk_size": 20}, {"mask_mod": "of_20"})]),
-        (
-            1,
-            2,
-            [({"is_causal": True, "schedule": "serial", "rotate": side}, {"is_causal": True}) for side in ("q", "kv")],
-        ),
-    ],
-    ids=["a kind of mask", "a schedule"],
-)
-def test_an_example_does_what_it_says(
-    tmp_path: Path, diff: int, files: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]
-) -> None:
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"is_causal": True, "chunk_size": 20}, {"mask_mod": "of_20"}),
+    *(({"is_causal": True, "schedule": "serial", "rotate": side}, {"is_causal": True}) for side in ("q", "kv")),
+]
+
+
+def test_the_examples_do_what_they_say(tmp_path: Path) -> None:
+    """A kind of mask and a schedule, in files of their own each."""
     shutil.copytree(
         HERE.parent / "wallfacer_dt", tmp_path / "wallfacer_dt", ignore=shutil.ignore_patterns("__pycache__")
     )
-    assert DIFFS[diff].count("\n+++ ") + DIFFS[diff].startswith("+++ ") == files
-    for command in (["git", "init", "-q"], ["git", "apply", "-"]):
-        subprocess.run(command, cwd=tmp_path, input=DIFFS[diff], text=True, check=True)
-    command = [sys.executable, "-P", str(HERE / "extended.py"), repr(cases)]
+    files = [re.findall(r"^\+\+\+ (\S+)", diff, re.MULTILINE) for diff in DIFFS]
+    assert [len({*some}) for some in files] == [2, 2]
+    assert not {*files[0]} & {*files[1]}
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    for diff in DIFFS:
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+    command = [sys.executable, "-P", str(HERE / "extended.py"), repr(CASES)]
     ran = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
     )
     assert not ran.returncode, ran.stderr
     where, *errors = ran.stdout.split()
     assert Path(where).is_relative_to(tmp_path)
-    assert len(errors) == len(cases)
+    assert len(errors) == len(CASES)
     assert all(float(error) < 1e-12 for error in errors)
 
 

@@ -88,9 +88,11 @@ def test_float64_on_processes(ranks: Ranks, size: int, data: st.DataObject) -> N
     check(ranks, data.draw(blocks(size)))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 3), (5, 5), (8, 4), (12, 6)], ids=str)
-@pytest.mark.parametrize("axes", [(4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("axes", "heads", "fused"),
+    tiers(product([(4, 1), (2, 2)], [(1, 1), (2, 2), (6, 3), (5, 5), (8, 4), (12, 6)], [False, True])),
+    ids=str,
+)
 def test_heads_that_ranks_do_not_divide(
     threads: Ranks, axes: tuple[int, int], heads: tuple[int, int], fused: bool
 ) -> None:

@@ -311,7 +311,7 @@ MESSAGES = {
 }
 
 
-# Compiled, another test here or in eager mode has what is refused.
+# These are refused in eager mode as well, and what another row compiles is refused there in the same way.
 COMPILED = {"shapes that differ along one tp, in a graph", "one rank's model dim beside tp, in a graph"}
 
 

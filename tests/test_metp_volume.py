@@ -120,7 +120,7 @@ def of_attention(layer: Layer, index: int):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-@examples(12)
+@examples(12, today=8)
 @given(data=st.data())
 def test_counted_on_ranks(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
     for _, counted, formula in threads(size).run(count, data.draw(layers(size))):

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.cases import Inner, checker
 from tests.metp_cases import FeedForward
+from tests.pairwise import few
 from wallfacer_dt import (
     BlockwiseFeedForward,
     METPParallel,
@@ -108,10 +109,19 @@ def loaded(folder: str, kind: str, before: str, backend: str) -> float | str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("before", "backend"),
-    [("the mesh", ""), ("the mesh", "aot_eager"), ("the mesh, after another group", "")],
-)
-@pytest.mark.parametrize("kind", ["program", "model"])
+    ("kind", "before", "backend"),
+    few(
+        [
+            (kind, *how)
+            for kind in ("program", "model")
+            for how in (("the mesh", ""), ("the mesh", "aot_eager"), ("the mesh, after another group", ""))
+        ],
+        {
+            ("program", "the mesh", "aot_eager"), ("program", "the mesh, after another group", ""),
+            ("model", "the mesh", ""), ("model", "the mesh", "aot_eager"),
+        },
+    ),
+)  # fmt: skip
 def test_a_new_world_that_has_the_mesh_runs_it(folder: str, kind: str, before: str, backend: str) -> None:
     pool = RankPool(2, timeout=120)
     try:
