@@ -21,7 +21,7 @@ from wallfacer_dt import METPAttentionParallel, METPParallel, ModelShape, Sequen
 from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.metp import BODIES as METP_BODIES
 from wallfacer_dt.ops import BODIES
-from wallfacer_dt.planning import Candidate, dry_run, memory
+from wallfacer_dt.planning import Candidate, dry_run, memory, probe
 from wallfacer_dt.planning.alive import Alive
 
 
@@ -30,6 +30,11 @@ def rows_of(candidate: Candidate, length: int, index: int) -> int:
     if candidate.order == "document_head_tail":
         return length // candidate.size + (index < length % candidate.size)
     return shard_sizes(length, candidate.axes)[index]
+
+
+def measured_shortly() -> Any:
+    """Links and kernels are, where what is measured does not matter."""
+    return mock.patch.multiple(probe, _SECONDS=0.01, _LARGEST=2**20, _LONG=0.02)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tests.plan_cases import measured_shortly
 from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
@@ -838,6 +839,7 @@ def commanded_on_a_rank(folder: Path, *options: str) -> tuple[int, str, str, lis
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(torch, "set_num_threads"),
         mock.patch("time.sleep", waited.append),
+        measured_shortly(),
         redirect_stdout(told),
         redirect_stderr(said),
     ):

@@ -381,7 +381,7 @@ def refused(what: str, fullgraph: bool, backend: str, dynamic: bool | None = Non
             ("grouped heads", True, True),
         ],
         {
-            *((what, True, None) for what in ("mask", "block mask", "other documents", "sinks", "gradients", "length")),
+            *((what, True, None) for what in ("mask", "other documents", "gradients", "length")),
             ("mask", False, None),
             ("another length", True, True),
             ("a length that is told", True, True),

@@ -58,7 +58,7 @@ def seen_by(visible: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", [reference.KERNEL, FLASH], ids=lambda kernel: kernel.name)
-@examples(50)
+@examples(50, today=30)
 @given(block=blocks(longest=20), nans=NANS)
 def test_a_kernel_loses_no_nan(kernel: BlockKernel, dtype: torch.dtype, block: Block, nans: Nans) -> None:
     """Whatever depends on a NaN is NaN, and what no pair of a batch row and head connects with one is as without."""

@@ -28,7 +28,7 @@ from wallfacer_dt.planning.flops import model_flops
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
-from wallfacer_dt.planning.only import Only, has
+from wallfacer_dt.planning.only import GROUPS, Only, has
 from wallfacer_dt.planning.predict import least_computing, predict_division
 from wallfacer_dt.planning.stack import _between_stages, _Layer, division_memory, least_memory, stack_memory
 from wallfacer_dt.planning.step import beside_attention
@@ -61,24 +61,21 @@ def test_divisions_are_all_that_can_be(size: tuple[int, int], sequences: int) ->
     assert beside == {(it.data > 1, it.pipeline > 1) for it in found if it.context.size > 1 == it.tensor}
 
 
-@examples(25)
-@given(
-    st.sampled_from([(4, 4), (8, 4), (12, 4)]), st.integers(1, 12), st.sampled_from([0, 4]),
-    st.dictionaries(
-        st.sampled_from(["context", "tensor", "shards", "replicas", "pipeline", "interleave", "expert", "microbatch"]),
-        st.sampled_from([1, 2, 3, 4]), max_size=3,
-    ),
-)  # fmt: skip
+@examples(40)
+@given(st.sampled_from([(4, 4), (8, 4), (12, 4)]), st.sampled_from([4, 8, 12]), st.sampled_from([0, 4]), st.data())
 def test_divisions_of_groups_that_are_asked_for_are_those_of_all(
-    size: tuple[int, int], sequences: int, experts: int, only: dict[str, int | str]
+    size: tuple[int, int], sequences: int, experts: int, data: st.DataObject
 ) -> None:
-    model = replace(MODEL, experts=experts, experts_per_token=experts // 2)
-    asked, where = Only.of(only, divides=True).groups, cluster(*size)
-    found = list(divisions(model, SEQUENCE, where, sequences, groups=asked))
+    """Other groups of ranks are passed over."""
+    model, where = replace(MODEL, experts=experts, experts_per_token=experts // 2), cluster(*size)
     every = list(divisions(model, SEQUENCE, where, sequences))
+    one = data.draw(st.sampled_from(every))
+    names = sorted(data.draw(st.sets(st.sampled_from(GROUPS), min_size=1, max_size=3)))
+    asked = tuple((name, one.context.size if name == "context" else getattr(one, name)) for name in names)
+    found = list(divisions(model, SEQUENCE, where, sequences, groups=asked))
     assert [it for it in found if has(it, asked)] == [it for it in every if has(it, asked)]
-    if {*only} <= {"context", "tensor", "shards", "replicas", "pipeline", "expert"}:
-        assert all(has(it, asked) for it in found)
+    of_ranks = tuple((name, value) for name, value in asked if name not in ("interleave", "microbatch"))
+    assert all(has(it, of_ranks) for it in found)
 
 
 def possible(where: Cluster, sequences: int) -> Iterator[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.divided import KERNELS, MODEL, cost_of, divided
+from tests.plan_cases import measured_shortly
 from tests.strategies import examples
 from wallfacer_dt import METPParallel, TokenOrder, context_mesh, context_parallel_attention, register_kernel
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -224,7 +225,7 @@ def test_what_a_plan_says_where_its_host_binds() -> None:
 
 def profiled(runs_ahead: bool, path: Path) -> float:
     sequence = SequenceShape(64, is_causal=True, dtype=torch.float32)
-    with mock.patch.object(Probe, "runs_ahead", runs_ahead):
+    with measured_shortly(), mock.patch.object(Probe, "runs_ahead", runs_ahead):
         _, found = profile(MODEL, sequence, "cpu", ranks_per_node=2, top=1, iterations=1, turns=1, path=path)
     return found.cluster.kernels.launch
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plan_cases import measured_shortly
 from wallfacer_dt import (
     Cluster,
     Kernels,
@@ -42,7 +43,7 @@ WHERE = Cluster(4, 2, Link(1e9), Link(1e8), device_type="cpu")
 
 
 def measured_links() -> Cluster:
-    with mock.patch.multiple(probe, _SECONDS=0.01, _LARGEST=2**20, _LONG=0.02):  # what is measured does not matter
+    with measured_shortly():
         where = Probe.on("cpu", 2)
         return where.cluster(MODEL, SEQUENCE, memory=10**9, kernel=where.selected("auto", MODEL, SEQUENCE))
 
@@ -338,7 +339,8 @@ def leaves() -> tuple[int, int, int]:
         def __call__(self) -> None:
             dist.barrier()
 
-    _, ran = profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=9, iterations=1)
+    with measured_shortly():
+        _, ran = profile(MODEL, SEQUENCE, "cpu", ranks_per_node=2, top=9, iterations=1)
     assert any(one.candidate.schedule == "published" for one in ran.measured)  # it makes a group more
     left = len(set(groups) - before)
     assert sum(map(len, mesh_module._whole_groups.values())) == known
@@ -495,7 +497,7 @@ def kernel_of_a_profile(path: str) -> tuple[Plan, list[str], list[str]]:
         return select_kernel(kernel, need)
 
     with (
-        mock.patch.multiple(probe, _SECONDS=0.01, _LARGEST=2**20, _LONG=0.02),
+        measured_shortly(),
         mock.patch.object(probe, "select_kernel", noted),
         mock.patch.object(calls, "select_kernel", noted),
     ):
