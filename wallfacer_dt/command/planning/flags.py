@@ -82,7 +82,7 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
     if not plan.sequence.is_causal:
         yield "the recipe's language models are causal, and it has no option for a full mask"
     if context.order not in _BALANCERS:
-        yield f"the recipe has no token order {context.order}: deal tokens out with TokenOrder and shard_sequence"
+        yield f"the recipe has no token order {context.order}: plan with --only order=head_tail"
     if plan.sequence.documents:
         yield "documents are the loader's to tell: of a text's paragraphs --dataloader.documents"
     if plan.sequence.dtype == torch.float16:
