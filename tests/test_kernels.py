@@ -893,7 +893,7 @@ def test_a_package_that_is_installed_is_chosen(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def registering(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_kernels", dict(registry._kernels))
 
 
 @pytest.mark.usefixtures("registering")

@@ -118,7 +118,7 @@ def test_what_a_call_launches_is_told_within_a_quarter(
             mock.patch("wallfacer_dt.algorithms.arithmetic.is_fused", return_value=True),
             mock.patch("wallfacer_dt.algorithms.arithmetic.combined", combined),
             mock.patch("wallfacer_dt.algorithms.arithmetic.merge_", merge_),
-            mock.patch.dict("wallfacer_dt.kernels.registry._registered"),  # others try all that are known
+            mock.patch.dict("wallfacer_dt.kernels.registry._kernels"),  # others try all that are known
         ):
             register_kernel("counted", forward, backward, lambda _: True, takes_bands=True, takes_segments=True)
             where = context_mesh("cpu", ring, team, ulysses=ulysses)

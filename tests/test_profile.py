@@ -528,7 +528,7 @@ def test_a_kernel_without_a_name(name: Any) -> None:
 
 def given_a_cluster() -> str:
     """By a kernel that another package stands for in this process: of which kernel what was measured is."""
-    with mock.patch.object(Probe, "selected", return_value=registry._OURS["flash_attn_3"]):
+    with mock.patch.object(Probe, "selected", return_value=registry._kernels["flash_attn_3"]):
         _, found = profile(MODEL, SEQUENCE, "cpu", cluster=WHERE, top=1, iterations=1, turns=1)
     return found.cluster.kernels.attention
 
@@ -551,7 +551,7 @@ def kernel_of_one_rank(how: str) -> tuple[str, str]:
     except PlanningError as error:
         return error.about, str(error)
     finally:
-        registry._registered.pop("mine", None)
+        registry._kernels.pop("mine", None)
     return "", ""
 
 

@@ -102,10 +102,13 @@ class Meeting:
         """Start telling all ranks a record, see Note [Records]."""
         assert record != _NOT_HERE
         with outside_modes():
-            sent = torch.full((len(self.ranks),), record, dtype=torch.int64, device="cpu")
-            heard = torch.full_like(sent, _NOT_HERE)
-            self._last = Pending(self._group.alltoall_base(heard, sent, [], []), heard, sent)
-            return self._last
+            return self._sent(torch.full((len(self.ranks),), record, dtype=torch.int64, device="cpu"))
+
+    def _sent(self, parts: torch.Tensor) -> Pending:
+        """Start sending every rank its part, as much as each sends this one."""
+        heard = torch.full_like(parts, _NOT_HERE)
+        self._last = Pending(self._group.alltoall_base(heard, parts, [], []), heard, parts)
+        return self._last
 
     def remember(self, likeness: int, *, is_layered: bool = True) -> None:
         """Note that all ranks have made a call like this, and whether all of them could say in which layer."""
@@ -140,13 +143,10 @@ class Meeting:
         lengths = self.wait(self.post(len(mine) + 1))
         padded_length = max(lengths)
         with outside_modes():
-            sent = torch.frombuffer(bytearray(mine.ljust(padded_length, b"\0")), dtype=torch.uint8).repeat(
-                len(self.ranks)
-            )
-            heard = torch.empty_like(sent)
-            self._last = Pending(self._group.alltoall_base(heard, sent, [], []), heard, sent)
-            self._last.work.wait()
-            rows = heard.view(len(self.ranks), padded_length).numpy()
+            padded = torch.frombuffer(bytearray(mine.ljust(padded_length, b"\0")), dtype=torch.uint8)
+            pending = self._sent(padded.repeat(len(self.ranks)))
+            pending.work.wait()
+            rows = pending.heard.view(len(self.ranks), padded_length).numpy()
             return [row[: length - 1].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -53,11 +53,9 @@ class Sequences:
 
     def inner(self, side: Side, axes: tuple[int, int, int]) -> Sequence[Shards]:
         """By row of the batch and inner index, what it works on: the positions of all ranks it exchanges heads with."""
-        return [_together(self, self._like(side), axes, row) for row in range(self.rows)]
-
-    def _like(self, side: Side) -> Side:
-        """The same, or queries where keys are the same tokens."""
-        return "q" if self.q_length == self.k_length else side
+        if self.q_length == self.k_length:  # the same tokens
+            side = "q"
+        return [_together(self, side, axes, row) for row in range(self.rows)]
 
 
 @lru_cache(maxsize=64)

@@ -294,20 +294,13 @@ def _supports(need: Need) -> bool | str:
     if 192 < head_dim <= 224 and ((major, minor) in ((8, 6), (8, 9)) or major == 12):
         # As scaled_dot_product_attention refuses there (sdp_utils.cpp).
         return f"has no backward for head dims of 193 to 224 on compute capability {major}.{minor}; got {head_dim}"
-    other = activated()
+    other = torch.nn.attention.current_flash_attention_impl()
     if other is not None and not need.is_elsewhere:
         return (
             f"is torch's own, for which activate_flash_attention_impl({other!r}) has put another: call "
             "restore_flash_attention_impl(), or pass kernel='flash_attn_3' or 'flash_attn_4'"
         )
     return True
-
-
-def activated() -> str | None:
-    """What ``activate_flash_attention_impl`` has put in the place of torch's flash attention on CUDA, if anything."""
-    # Not in every version of torch.
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return None if current is None else current()
 
 
 def _supports_efficient(need: Need) -> bool | str:

@@ -3,16 +3,18 @@
 import logging
 from functools import cache
 
+from torch.nn import attention
+
 from wallfacer_dt.kernels import aten, flash_attn, flex, reference
 from wallfacer_dt.kernels.block import Backward, BlockKernel, Forward, Need, Supports
 
 _log = logging.getLogger(__name__)
 
-_OURS = {kernel.name: kernel for kernel in (*aten.KERNELS, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
+_kernels = {kernel.name: kernel for kernel in (*aten.KERNELS, flex.KERNEL, reference.KERNEL, *flash_attn.KERNELS)}
+_OURS = tuple(_kernels)
 _ACTIVATED = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
 """By torch's name of an implementation of flash attention, our adapter: torch's own unpacks two results of some."""
 _FASTER = ", where an H200 took half as long with 'flash_attn_3' or 'flash_attn_4'"
-_registered: dict[str, BlockKernel] = {}
 
 
 def register_kernel(
@@ -45,24 +47,21 @@ def register_kernel(
     if not (isinstance(name, str) and isinstance(version, str) and all(map(callable, (forward, backward, supports)))):
         raise TypeError("register_kernel takes a name, three functions and perhaps a version")
     kernel = BlockKernel(name, forward, backward, supports, version, takes_bands, takes_segments)
-    if name in ("", "auto", *_OURS) or _registered.get(name, kernel) != kernel:
+    if name in ("", "auto", *_OURS) or _kernels.get(name, kernel) != kernel:
         raise ValueError(f"there is another kernel {name!r}: register another name")
-    _registered[name] = kernel
+    _kernels[name] = kernel
 
 
 def names() -> tuple[str, ...]:
     """Of the kernels that there are."""
-    return (*_OURS, *_registered)
+    return tuple(_kernels)
 
 
 def check_kernel(kernel: str) -> None:
     """Refuse (ValueError) the name of no kernel."""
-    if kernel not in ("auto", *names()):
-        raise ValueError(_unknown(kernel))
-
-
-def _unknown(kernel: str) -> str:
-    return f"kernel must be one of {('auto', *names())}, got {kernel!r}; register_kernel makes others known"
+    if kernel != "auto" and kernel not in _kernels:
+        known = "auto", *_kernels
+        raise ValueError(f"kernel must be one of {known}, got {kernel!r}; register_kernel makes others known")
 
 
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
@@ -73,12 +72,11 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
     """
     name, reason = _automatic(need) if kernel == "auto" else (kernel, "")
     if name == "flash" and need.device_type == "cuda" and not need.is_elsewhere:
-        activated = aten.activated()
+        activated = attention.current_flash_attention_impl()
         if activated in _ACTIVATED:
             name, reason = _ACTIVATED[activated], f"since activate_flash_attention_impl({activated!r}) was called"
-    found = _OURS.get(name) or _registered.get(name)
-    if found is None:
-        raise ValueError(_unknown(name))
+    check_kernel(name)
+    found = _kernels[name]
     answer = found.supports(need)
     if not isinstance(answer, bool | str):
         raise TypeError(f"supports of kernel={name!r} must return True or why not, got {answer!r}")
