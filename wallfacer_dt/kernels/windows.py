@@ -111,14 +111,9 @@ class Windowed:
         """See :class:`wallfacer_dt.kernels.block.Forward`."""
         refuse(self.name, how, mask=True, softcap=not self.has_softcap)
         if isinstance(how.seen, Ragged):
-            return self._forward_of_segments(q, k, v, how, how.seen)
+            return self._launched(how.seen, how, q, k, v)
         windows = flash_windows(how.seen, q.shape[2], k.shape[2])
-        parts = []
-        for window in windows:
-            operands = self._loadable((q, k, v), _cut(window, q, k, v))
-            out_BLNH, lse = self.run_forward(self.functions(), *_by_tokens(operands), _launch(window, how))
-            # Every row sees a key; an infinite sum is one of scores that are not numbers.
-            parts.append((cropped(out_BLNH.transpose(1, 2), v), lse.masked_fill(lse.isinf(), torch.nan)))
+        parts = [self._launched(window, how, *_cut(window, q, k, v)) for window in windows]
         if [(w.start, w.stop) for w in windows] == [(0, q.shape[2])]:
             return parts[0]
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -134,19 +129,14 @@ class Windowed:
         """See :class:`wallfacer_dt.kernels.block.Backward`."""
         refuse(self.name, how, mask=True, softcap=not self.has_softcap)
         if isinstance(how.seen, Ragged):
-            return self._backward_of_segments(grad_out, q, k, v, out, lse, how, how.seen)
+            return self._launched_back(how.seen, how, (q, k, v), grad_out, out, lse)
         windows = flash_windows(how.seen, q.shape[2], k.shape[2])
         parts = []
         for window in windows:
-            cut = *_cut(window, q, k, v), *(x[:, :, window.start : window.stop] for x in (grad_out, out))
-            q_BLNH, k_BLNH, v_BLNH, go_BLNH, out_BLNH = _by_tokens(self._loadable((q, k, v), cut))
-            known = finite(lse[:, :, window.start : window.stop]).contiguous()
-            given = go_BLNH, q_BLNH, k_BLNH, v_BLNH, out_BLNH, known
-            grads = self.run_backward(self.functions(), *given, _launch(window, how))
-            parts.append([cropped(x.transpose(1, 2), like) for x, like in zip(grads, (q, k, v), strict=True)])
+            rows = [x[:, :, window.start : window.stop] for x in (grad_out, out, lse)]
+            parts.append(self._launched_back(window, how, _cut(window, q, k, v), *rows))
         if [(w.start, w.stop, w.columns) for w in windows] == [(0, q.shape[2], k.shape[2])]:
-            dq, dk, dv = parts[0]
-            return dq, dk, dv
+            return parts[0]
         wide = accumulation_dtype(q.dtype) if len(windows) > 1 else q.dtype  # several are added up
         dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
         for window, grads in zip(windows, parts, strict=True):
@@ -155,37 +145,39 @@ class Windowed:
             dv[:, :, : window.columns] += grads[2]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _forward_of_segments(self, q: Tensor, k: Tensor, v: Tensor, how: How, ragged: Ragged) -> tuple[Tensor, Tensor]:
-        batch = q.shape[0]
-        operands = self._loadable((q, k, v), _flat(q, k, v))
-        out_TNH, lse_NT = self.run_forward(self.functions(), *operands, _launch(ragged, how))
-        out = cropped(out_TNH.unflatten(0, (batch, -1)).transpose(1, 2), v)
-        lse = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
-        lse = lse.masked_fill(lse.isinf(), torch.nan)
-        if ragged.masked_rows is not None:
-            out = out.masked_fill(ragged.masked_rows.unsqueeze(-1), 0)
-            lse = lse.masked_fill(ragged.masked_rows, -torch.inf)
+    def _launched(self, seen: Window | Ragged, how: How, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of one launch."""
+        out, lse = self.run_forward(self.functions(), *self._loaded(seen, q, k, v), _launch(seen, how))
+        # Rows see a key, but masked ones; an infinite sum is one of scores that are not numbers.
+        out, lse = _by_heads(out, v), lse.masked_fill(lse.isinf(), torch.nan)
+        if isinstance(seen, Ragged):
+            lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+            if seen.masked_rows is not None:
+                out = out.masked_fill(seen.masked_rows.unsqueeze(-1), 0)
+                lse = lse.masked_fill(seen.masked_rows, -torch.inf)
         return out, lse
 
-    def _backward_of_segments(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How, ragged: Ragged
-    ) -> Gradients:
-        known = finite(lse).transpose(0, 1).flatten(1).contiguous()
-        q_TNH, k_TNH, v_TNH, go_TNH, out_TNH = self._loadable((q, k, v), _flat(q, k, v, grad_out, out))
-        given = go_TNH, q_TNH, k_TNH, v_TNH, out_TNH, known
-        grads = self.run_backward(self.functions(), *given, _launch(ragged, how))
+    def _launched_back(self, seen: Window | Ragged, how: How, qkv: tuple[Tensor, ...], *rows: Tensor) -> Gradients:
+        """Gradients of one launch; ``rows``: grad_out, out and lse."""
+        *known, lse = rows
+        lse, masked = finite(lse), (None, None, None)
+        if isinstance(seen, Ragged):
+            lse, masked = lse.transpose(0, 1).flatten(1), (seen.masked_rows, seen.masked_keys, seen.masked_keys)
+        *operands, grad_out, out = self._loaded(seen, *qkv, *known)
+        grads = self.run_backward(self.functions(), grad_out, *operands, out, lse.contiguous(), _launch(seen, how))
         parts = []
-        for x, like, nothing in zip(
-            grads, (q, k, v), (ragged.masked_rows, ragged.masked_keys, ragged.masked_keys), strict=True
-        ):
-            grad = cropped(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2), like)
+        for x, like, nothing in zip(grads, qkv, masked, strict=True):
+            grad = _by_heads(x, like)
             parts.append(grad if nothing is None else grad.masked_fill(nothing.unsqueeze(-1), 0))
         return parts[0], parts[1], parts[2]
 
-    def _loadable(self, qkv: tuple[Tensor, Tensor, Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-        """What is like q, like k and, all others, like v in its head dim, as the kernel loads it."""
-        width, value_width = self.widths(*qkv)
-        return loadable(operands, (width, width, *[value_width for _ in operands[2:]]))
+    def _loaded(self, seen: Window | Ragged, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+        """As the kernel takes and loads them: by tokens, of segments flat, and others like v in its head dim."""
+        width, value_width = self.widths(q, k, v)
+        tensors, widths = (q, k, v, *others), (width, width, value_width, *[value_width for _ in others])
+        if isinstance(seen, Ragged):
+            return loadable([x.transpose(1, 2).flatten(0, 1) for x in tensors], widths)
+        return [x.transpose(1, 2) for x in loadable(tensors, widths)]
 
 
 def _cut(window: Window, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,14 +185,9 @@ def _cut(window: Window, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return q[:, :, window.start : window.stop], k[:, :, : window.columns], v[:, :, : window.columns]
 
 
-def _by_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """(B, N, L, H) as (B, L, N, H)."""
-    return [x.transpose(1, 2) for x in tensors]
-
-
-def _flat(*tensors: Tensor) -> list[Tensor]:
-    """(B, N, L, H) as (B * L, N, H)."""
-    return [x.transpose(1, 2).flatten(0, 1) for x in tensors]
+def _by_heads(x: Tensor, like: Tensor) -> Tensor:
+    """What a kernel gave, (B, L, N, H) or (B * L, N, H), as (B, N, L, H) like another tensor."""
+    return cropped((x if x.ndim == 4 else x.unflatten(0, (like.shape[0], -1))).transpose(1, 2), like)
 
 
 def _launch(seen: Window | Ragged, how: How) -> Launch:
