@@ -7,7 +7,6 @@ from torch import Tensor
 
 from wallfacer_dt.agreement.progress import Waiting
 from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand, Sent
-from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     SIDES,
@@ -26,7 +25,7 @@ from wallfacer_dt.algorithms.steps import (
 from wallfacer_dt.algorithms.turns import Computing
 from wallfacer_dt.collectives.functional import all_gather, all_to_all, permute, received
 from wallfacer_dt.collectives.groups import group_ranks
-from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
+from wallfacer_dt.collectives.send_buffer import Layout, Shares, layout, pack
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.mesh import RING_AXIS, TEAM_AXIS, ContextGroups
 from wallfacer_dt.rows import cut

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM
-from wallfacer_dt.algorithms.shares import Shares
 from wallfacer_dt.algorithms.turns import Computing, Turn, last
 from wallfacer_dt.collectives.functional import all_to_all, wait
-from wallfacer_dt.collectives.send_buffer import Layout, layout
+from wallfacer_dt.collectives.send_buffer import Layout, Shares, layout
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.rows import Members, Rows
 
