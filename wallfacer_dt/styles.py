@@ -26,7 +26,7 @@ from wallfacer_dt.attention import ContextAttention, under_autocast
 from wallfacer_dt.compiler import is_exporting, sizes
 from wallfacer_dt.equivalence.check import check_once
 from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
-from wallfacer_dt.inputs import AttentionInputs
+from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.matching import AttentionStyle
 from wallfacer_dt.mesh import Coordinate, context_groups, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
@@ -37,10 +37,7 @@ LAYOUTS = ("BLNH", "BNLH")
 
 _MASKS = ("attention_masks", "block_mask", "mask_mod")
 # Names of a call's tensors, and what attention calls them.
-_TENSORS = {
-    "document_ids": "document_ids", "cu_seqlens": "cu_seqlens", "sinks": "sinks", "s_aux": "sinks",
-    "k_shared": "k_shared",
-}  # fmt: skip
+_TENSORS = {name: name for name in INPUTS[3:]} | {"s_aux": "sinks"}
 _TOLD = (
     *(*CAUSAL_NAMES, *SCALE_NAMES, *SOFTCAP_NAMES, *_MASKS, *_TENSORS),
     *("window_size", "sliding_window", "prefix_length"),
@@ -108,22 +105,12 @@ class _ContextParallel(AttentionStyle):
         return attention
 
     def forward_of(
-        self,
-        module: nn.Module,
-        attention: ContextAttention,
-        name: str = "",
-        modes: tuple[bool, ...] = (True, False),
+        self, module: nn.Module, attention: ContextAttention, name: str = "", modes: tuple[bool, ...] = (True, False)
     ) -> Callable[..., Tensor]:
         """What the style gives a module as its forward, or a refusal (ValueError). Module and mesh stay as they are.
 
-        Args:
-            module: to be replaced.
-            attention: what replaces it.
-            name: of the module in its model, for messages.
-            modes: of training, in which it computes what the style does.
-
-        Returns:
-            The forward.
+        ``name`` is the module's in its model, for messages; ``modes`` are those of training in which it computes what
+        the style does.
         """
         names, defaults = self._read_module(module)
         kind = _Forward if names[:3] == ["q", "k", "v"] else _ForwardByName
