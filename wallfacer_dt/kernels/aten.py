@@ -346,7 +346,6 @@ def _supports_cudnn(need: Need) -> bool | str:
 
 
 FLASH = Windowed("flash", lambda: torch.ops.aten, _flash_forward, _flash_backward, has_softcap=False)
-FLASH_ON_CPU = Dense("flash", _cpu_forward, _cpu_backward)
 EFFICIENT = Dense("efficient", _efficient_forward, _efficient_backward)
 CUDNN = Dense("cudnn", _cudnn_forward, _cudnn_backward, is_told=False)
 
@@ -355,6 +354,6 @@ def _kernel(run: Dense, supports: Supports) -> BlockKernel:
     return BlockKernel(run.name, run.forward, run.backward, supports, f"torch {torch.__version__}")
 
 
-CPU = _kernel(FLASH_ON_CPU, _supports)
+CPU = _kernel(Dense("flash", _cpu_forward, _cpu_backward), _supports)
 CUDA = CPU._replace(forward=FLASH.forward, backward=FLASH.backward, takes_bands=True, takes_segments=True)
 KERNELS = CPU, _kernel(EFFICIENT, _supports_efficient), _kernel(CUDNN, _supports_cudnn)
