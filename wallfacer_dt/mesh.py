@@ -122,9 +122,7 @@ def _has_groups_here(mesh: DeviceMesh) -> bool:
 
 def _lines(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
     place = mesh.get_coordinate() or ()
-    lines = (
-        tuple(slice(None) if other == axis else at for other, at in enumerate(place)) for axis in range(len(place))
-    )
+    lines = [(*place[:axis], slice(None), *place[axis + 1 :]) for axis in range(len(place))]
     return tuple(tuple(mesh.mesh[line].tolist()) for line in lines)
 
 
@@ -238,9 +236,8 @@ def split_context_axis(
         told = {"ring": ring, "team": team, "ulysses": ulysses, "placement": placement, "axis": mesh.mesh_dim_names}
         agree("split_context_axis", told.items(), everyone)
     with outside_modes():
-        layout = torch.tensor(_rows_like(mesh), device="cpu")[
-            :, placed_ranks(ring, team, ulysses=ulysses, placement=placement)
-        ]
+        rows = torch.tensor(_rows_like(mesh), device="cpu")
+        layout = rows[:, placed_ranks(ring, team, ulysses=ulysses, placement=placement)]
     # As `context_mesh` makes it: without an axis of one rank for Ulysses.
     names, layout = (CONTEXT_AXES, layout) if ulysses > 1 else (CONTEXT_AXES[1:], layout.squeeze(1))
     inner = DeviceMesh(mesh.device_type, layout, mesh_dim_names=("others", *names))[names]
@@ -330,11 +327,11 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 def _context_names(mesh: DeviceMesh, any_axis: str) -> tuple[str, ...]:
     """The mesh's axes by their names here."""
     names = mesh.mesh_dim_names or ()
-    if names and names == tuple(axis for axis in CONTEXT_AXES if axis in names):
+    held = tuple(axis for axis in CONTEXT_AXES if axis in names)
+    if names and names == held:
         return names
     if any_axis and mesh.ndim == 1:
         return (any_axis,)
-    held = [axis for axis in CONTEXT_AXES if axis in names]
     remedy = (
         f"; slice it first: mesh[{', '.join(map(repr, held))}]"
         if len(held) > 1 and len(held) < len(names)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -149,14 +150,11 @@ def _check_depth(made: object) -> None:
     # By levels, not by recursion; what is short is not short as text if it is deep.
     level = [made]
     for _ in range(_DEEPEST):
-        level = [inner for one in level if isinstance(one, dict | list) for inner in _within(one)]
+        nested = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [*chain.from_iterable(nested)]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
-
-
-def _within(one: dict[str, Any] | list[Any]) -> Any:
-    return one.values() if isinstance(one, dict) else one
 
 
 def make(kind: type[T], given: object, where: str = "") -> T:
