@@ -391,6 +391,28 @@ def test_a_package_is_deterministic_where_torch_is_to_be(name: str, is_asked: bo
     assert calls == [(name.removesuffix(" on the CPU"), is_asked)] * 2
 
 
+@PACKAGES
+def test_heads_of_latent_attention(name: str) -> None:
+    """In blocks and in segments: one of the packages takes such heads as they are, with as many keys as queries."""
+    kernel, block = flash_standins.KERNELS[name], ordinary(6, 6, head_dim=192)
+    q, k = block.q[:, :2], block.k
+    v, grad_out, more_v = (x[:, :2, :, :128] for x in (block.v, block.grad_out, block.more_v))
+    block = Block(q, k, v, grad_out, block.more_k, more_v, block.more_mask[:, :2])
+    assert_right(kernel, block)
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    how = block.how._replace(seen=Ragged(cu, cu, 4, 4, -1, 0, None, None))
+    one, by_segments = [x[:1] for x in (q, k, v, grad_out)], []
+    for start, stop in ((0, 2), (2, 6)):
+        some = [x[:, :, start:stop] for x in one]
+        out, lse = reference.forward(*some[:3], block.how._replace(seen=CAUSAL))
+        by_segments.append(
+            (out, lse, *reference.backward(some[3], *some[:3], out, lse, block.how._replace(seen=CAUSAL)))
+        )
+    out, lse = kernel.forward(*one[:3], how)
+    got = out, lse, *kernel.backward(one[3], *one[:3], out, lse, how)
+    assert worst(got, [torch.cat(parts, 2) for parts in zip(*by_segments, strict=True)]) <= 1e-12
+
+
 def _shifted(x: Tensor, offset: int) -> Tensor:
     """The same at another place in memory."""
     room = x.new_zeros(x.numel() + offset)
