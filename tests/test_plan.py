@@ -256,8 +256,8 @@ def test_no_plan_is_before_its_mesh(
     half_rows: float, launch: float, which: int,
 ) -> None:  # fmt: skip
     """What is said of meshes that differ in their placement, of any way over them, whatever a tile and a host cost."""
-    kernels = Kernels(1e8, 1e8, overhead=overhead, half_rows=half_rows, launch=launch)
-    where = cluster(*ranks, inter=Link(1e8), kernels=kernels)
+    told = {"overhead": overhead, "half_rows": half_rows, "launch": launch, "takes_segments": bool(which % 2)}
+    where = cluster(*ranks, inter=Link(1e8), kernels=Kernels(1e8, 1e8, **told))
     kinds: dict[tuple, list[Candidate]] = {}
     for one in attentions(model, sequence, where):
         kinds.setdefault((one.axes, one.schedule, one.order), []).append(one)
