@@ -148,13 +148,13 @@ class Windowed:
     def _launched(self, seen: Window | Ragged, how: How, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of one launch."""
         out, lse = self.run_forward(self.functions(), *self._loaded(seen, q, k, v), _launch(seen, how))
-        # Rows see a key, but masked ones; an infinite sum is one of scores that are not numbers.
-        out, lse = _by_heads(out, v), lse.masked_fill(lse.isinf(), torch.nan)
         if isinstance(seen, Ragged):
             lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-            if seen.masked_rows is not None:
-                out = out.masked_fill(seen.masked_rows.unsqueeze(-1), 0)
-                lse = lse.masked_fill(seen.masked_rows, -torch.inf)
+        # Rows see a key, but masked ones; an infinite sum is one of scores that are not numbers.
+        out, lse = _by_heads(out, v), lse.masked_fill(lse.isinf(), torch.nan)
+        if isinstance(seen, Ragged) and seen.masked_rows is not None:
+            out = out.masked_fill(seen.masked_rows.unsqueeze(-1), 0)
+            lse = lse.masked_fill(seen.masked_rows, -torch.inf)
         return out, lse
 
     def _launched_back(self, seen: Window | Ragged, how: How, qkv: tuple[Tensor, ...], *rows: Tensor) -> Gradients:
