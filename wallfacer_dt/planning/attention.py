@@ -224,17 +224,17 @@ def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward:
 
 
 def _busiest(candidate: Candidate, sequence: SequenceShape, backward: bool) -> int:
-    """The inner index of a rank with about as much to do as any: of the team whose tokens that stay see most, or are
-    seen by most, it attends from, or to, those that are seen by most, or see most.
+    """The inner index of a rank with about as much to do as any: in the team whose resident tokens have most pairs the
+    member whose rotating ones, of all teams together, have most.
     """
-    sees = sequence.mask
-    seen_by = Mask(sees.right, sees.left, documents=sees.documents)
-    sequences = Sequences(sequence.length, sequence.length, candidate.order, sees)
+    of_queries = sequence.mask
+    of_keys = Mask(of_queries.right, of_queries.left, documents=of_queries.documents)
+    sequences = Sequences(sequence.length, sequence.length, candidate.order, of_queries)
     (shards,) = sequences.inner("q", candidate.axes)
-    stays, comes = (sees, seen_by) if _resident(candidate, backward) == "q" else (seen_by, sees)
-    pairs = [[pairs_seen(shard, mask, sequence.length) for shard in shards] for mask in (stays, comes)]
-    of_stays, of_comes = (np.array(some).reshape(candidate.ring, candidate.team) for some in pairs)
-    return int(of_stays.sum(1).argmax()) * candidate.team + int(of_comes.sum(0).argmax())
+    pairs = [[pairs_seen(shard, mask, sequence.length) for shard in shards] for mask in (of_queries, of_keys)]
+    by_team = [np.array(some).reshape(candidate.ring, candidate.team) for some in pairs]
+    resident, rotating = by_team if _resident(candidate, backward) == "q" else reversed(by_team)
+    return int(resident.sum(1).argmax()) * candidate.team + int(rotating.sum(0).argmax())
 
 
 def _resident(candidate: Candidate, backward: bool) -> Side:
