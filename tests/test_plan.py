@@ -457,7 +457,8 @@ def test_a_program_is_its_schedule(data: st.DataObject) -> None:
                 assert [call[:3] for call in calls_of(one.work, takes_segments=False)] == sizes  # type: ignore[union-attr]
                 calls = calls_of(one.work, takes_segments=True)  # type: ignore[union-attr]
                 rows = sum(np.diff(some[:, :2]).sum() for segments in step.work for some in segments.rows)
-                assert (len(calls), sum(call.rows for call in calls)) == (one.calls, rows)  # type: ignore[union-attr]
+                number = sum(segments.calls for segments in step.work)
+                assert (len(calls), sum(call.rows for call in calls)) == (number, rows)
                 assert all(call.pairs % 128**2 == 0 for call in calls)
                 assert sum(call.pairs for call in calls) >= sum(area for area, *_ in sizes)
             else:
@@ -841,6 +842,9 @@ def test_the_same_sizes_are_equal_however_they_are_said() -> None:
     assert SequenceShape(8, window_size=[3, 0]) == SequenceShape(8, window_size=(3, 0))
     assert SequenceShape(8, documents=(9, 2)) == SequenceShape(8, documents=[8]) == SequenceShape(8)
     assert SequenceShape(8, documents=[3, 4, 2, 7]) == SequenceShape(8, documents=(3, 4, 1))
+    assert SequenceShape(16, documents=(4, 4)) == SequenceShape(16, documents=(4,))
+    assert SequenceShape(2**14, documents=(3, 1)).documents == (3, 1)
+    assert replace(ModelShape(64, 4), head_dim=8) == ModelShape(64, 4, head_dim=8, value_dim=8)
     assert SequenceShape(8, documents=(3, 2)).mask.documents == ((0, 3, 5, 8),)
     assert SequenceShape(9, documents=(3, 2)).mask.documents == ((0, 3, 5, 8, 9),)
     assert SequenceShape(8, is_causal=True, window_size=(7, 0), documents=(3,)).window_size == (7, 0)
@@ -932,7 +936,7 @@ def test_of_documents_dealt_out_one_by_one_a_rank_stands_for_all(
         (busiest,), every = (
             programs_of(some, sequence, together=together, backward=False).values() for together in (False, True)
         )
-        assert area_of(busiest) >= max(map(area_of, every)) * (1 if one.team == 1 else 0.6)
+        assert area_of(busiest) >= max(map(area_of, every)) * (1 if one.team == 1 else 0.5)
 
 
 def test_a_margin_is_a_number() -> None:
@@ -975,10 +979,10 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
         (lambda: ModelShape(64, 8, value_dim=0), "value_dim must be at least 1, got 0"),
         (lambda: ModelShape(64, 8, ffn=8, shared_ffn=8), "shared_ffn must be 0 where experts are, got 8"),
         (lambda: ModelShape(64, 8, rotary_dim=4), "q_rank and rotary_dim must be 0 where kv_rank is, got 0, 4"),
-        (lambda: ModelShape(64, 8, 4, kv_rank=4), "of a latent kv_heads must be heads, and rotary_dim below head_dim"),
+        (lambda: ModelShape(64, 8, 4, kv_rank=4), "kv_heads must equal heads where keys come of a latent, got 4 and 8"),
         (
             lambda: ModelShape(64, 8, kv_rank=4, rotary_dim=8),
-            "of a latent kv_heads must be heads, and rotary_dim below",
+            "rotary_dim must be below head_dim, got 8 and 8",
         ),
         (
             lambda: Division(Candidate(2), tensor=2).heads_of(ModelShape(64, 8, kv_rank=4)),
@@ -997,8 +1001,8 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
         (lambda: SequenceShape(8, documents=4), "documents must be a tuple of lengths, got int"),
         (lambda: SequenceShape(8, documents=(4, 0)), "documents must be at least 1, got 0"),
         (lambda: SequenceShape(8, documents=(9, 4.0)), "documents must be an int, got 4.0"),
-        (lambda: SequenceShape(2**17 + 1, documents=(3, 1)), "documents must be at most 65536 in a sequence, got more"),
-        (lambda: SequenceShape(2**17, documents=(1,) * 2**17), "documents must be at most 65536 in a sequence, got"),
+        (lambda: SequenceShape(2**14 + 1, documents=(3, 1)), "documents must be at most 8192 in a sequence, got 8193"),
+        (lambda: SequenceShape(9999, documents=(1,) * 9999), "documents must be at most 8192 in a sequence, got 9999"),
         *(
             (lambda make=make, bad=bad: make(bad), f"{what} must be an int, got {bad}")
             for bad in (math.nan, 4.0, True)

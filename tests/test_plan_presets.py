@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,6 @@ from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Machines
 from wallfacer_dt.command.planning.models import make_model
 from wallfacer_dt.command.planning.usage import code_of
-from wallfacer_dt.kernels import aten
 from wallfacer_dt.kernels.block import Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.metp.feed_forward import ACTIVATIONS
@@ -34,7 +33,7 @@ from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.gpus import AUTO, GPUS
-from wallfacer_dt.planning.known_models import LEARNED, MODELS, MORE_TOKENS, without_experts
+from wallfacer_dt.planning.known_models import LEARNED, MODELS, MORE_TOKENS, YARN, without_experts
 from wallfacer_dt.planning.longest import length_unit, longest_length
 from wallfacer_dt.planning.only import Only
 from wallfacer_dt.planning.stack import stack_memory
@@ -83,6 +82,13 @@ def test_attention_alone_is_that_of_the_model(name: str) -> None:
     alone = make_model(name, ffn=0, vocab=0, layers=1, windowed_layers=windowed).shape
     assert alone == it.attention_alone
     assert (alone.heads, alone.keys, alone.dim, alone.experts) == (it.heads, it.keys, it.dim, 0)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "gpt-oss-20b"])
+def test_values_have_the_head_dim_that_is_said(name: str) -> None:
+    found = make_model(name, head_dim=32).shape
+    assert found.dims == (32, 32)
+    assert found == ModelShape(**asdict(MODELS[name].shape) | {"head_dim": 32})
 
 
 def test_with_other_layers_it_must_be_said_how_many_have_a_window() -> None:
@@ -304,7 +310,8 @@ def test_without_a_name_rates_are_assumed_to_be_an_h100s() -> None:
     cluster, origins, _ = where(
         ranks=2, intra="1GB/s", kernel="flex", attention_speed="1TFLOPS", linear_speed="2TFLOPS"
     )
-    assert cluster.kernels == Kernels(1e12, 322 / 357 * 1e12, 2e12, merge=2.5e12, attention="flex")
+    told = {"attention": "flex", "takes_segments": False}
+    assert cluster.kernels == Kernels(1e12, 322 / 357 * 1e12, 2e12, merge=2.5e12, **told)
     assert origins == {
         "forward": "given", "backward": "assumed, 0.9 of the forward's", "linear": "given",
         "merge": "assumed, an H100's", "launch": "assumed, an H100's",
@@ -352,7 +359,7 @@ def test_what_is_elsewhere_is_not_asked_of_this_machine(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
-    monkeypatch.setattr(aten, "activated", lambda: "FA4")
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
     for kernel in GPUS["h100"].attention:
         need = Need("cuda", torch.bfloat16, 128, 128, capability=(9, 0))
         with pytest.raises(ValueError, match=r"runs on NVIDIA|needs the package"):
@@ -516,6 +523,7 @@ def test_configs_of_experts(tmp_path: Path) -> None:
         "biases",
     )
     # Those of another model mean nothing.
+    assert make_model(written(tmp_path, LLAMA | {"first_k_dense_replace": "x"})) == MODELS["llama3-8b"]
     assert make_model(written(tmp_path, LLAMA | {"num_local_experts": 8})) == MODELS["llama3-8b"]
 
 
@@ -527,11 +535,15 @@ def test_values_are_padded_but_by_one_kernel(name: str) -> None:
         whole, padded = gpu.kernels(192, kernel), gpu.kernels(192, kernel, 128)
         if kernel == "flash_attn_4":
             assert padded == whole
+            assert (gpu.kernels(128, kernel, 64) == gpu.kernels(128, kernel)) == (name == "b200")
             continue
         for way, asked, done in (("forward", 2 * (192 + 128), 4 * 192), ("backward", 6 * 192 + 4 * 128, 10 * 192)):
             assert done / getattr(whole, way) == pytest.approx(asked / getattr(padded, way))
         assert all(said.endswith("as for heads of 128, padded") for said in gpu.origins(192, kernel, 128))
     assert gpu.kernels(128, "flash", 128) == gpu.kernels(128, "flash")
+    # Where keys are padded to values, it is as fast as for such heads.
+    wide, padded = gpu.kernels(256), gpu.kernels(128, "auto", 256)
+    assert 4 * 256 / wide.forward == pytest.approx(2 * (128 + 256) / padded.forward)
     machines = Machines(name=f"{name}x8").cluster(torch.bfloat16, (192, 128))
     assert machines.cluster.kernels == gpu.kernels(192, "auto", 128)
 
@@ -545,6 +557,9 @@ def test_configs_of_latents(tmp_path: Path) -> None:
     found = make_model(written(tmp_path, DEEPSEEK | lite))
     assert (found.shape.q_rank, found.shape.shared_ffn) == (0, 4096)
     assert found.left_out == (without_experts(3), MORE_TOKENS)
+    assert make_model(written(tmp_path, DEEPSEEK | {"n_shared_experts": None})).shape.shared_ffn == 0
+    alone = make_model("deepseek-v3", experts=0, ffn=18432)
+    assert (alone.shape.shared_ffn, alone.left_out) == (0, (YARN, MORE_TOKENS))
     # As transformers writes it where nothing is said.
     unsaid = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
     assert make_model(written(tmp_path, unsaid)) == MODELS["deepseek-v3"]
@@ -658,7 +673,7 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
         ),
         *(
             (DEEPSEEK | {key: bad}, f"{key} must be a whole number from {least} to 10000000, got ")
-            for bad in (-1, True, "8")
+            for bad in (-1, True, "8", False, [], 0.0)
             for key, least in (
                 ("kv_lora_rank", 1),
                 ("q_lora_rank", 0),
@@ -669,6 +684,11 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
                 ("first_k_dense_replace", 0),
             )
         ),
+        *(
+            ({name: value for name, value in DEEPSEEK.items() if name != key}, f"{key} is missing")
+            for key in ("q_lora_rank", "n_shared_experts")
+        ),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "layers without experts among others are not planned: moe_layer_freq is 2"),
         (DEEPSEEK | {"kv_lora_rank": None}, "kv_lora_rank must be a whole number from 1 to 10000000, got None"),
         (DEEPSEEK | {"n_routed_experts": None}, "num_local_experts or num_experts or n_routed_experts is missing"),
         (DEEPSEEK | {"first_k_dense_replace": 61}, "first_k_dense_replace must be below the 61 layers, got 61"),

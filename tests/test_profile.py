@@ -169,13 +169,24 @@ def test_a_file_is_written_whole_and_stays_as_readable_as_it_was(tmp_path: Path)
     assert {one.name for one in tmp_path.iterdir()} == {"profile.json", "other"}
 
 
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device_type", "kernel", "takes_segments"),
+    [("cpu", "auto", False), ("cuda", "auto", True), ("cuda", "flash_attn_3", True), ("cuda", "cudnn", False),
+     ("cuda", "somebody's", False)],
+)  # fmt: skip
+def test_a_file_of_an_earlier_version_is_read(
+    device_type: str, kernel: str, takes_segments: bool, tmp_path: Path
+) -> None:
     """It says nothing of windows of some layers, of documents, or of what kernels take in a call."""
-    path, where = tmp_path / "profile.json", replace(WHERE, kernels=replace(WHERE.kernels, takes_segments=False))
+    path = tmp_path / "profile.json"
+    where = replace(
+        WHERE, device_type=device_type, kernels=replace(WHERE.kernels, attention=kernel, takes_segments=takes_segments)
+    )
     profile = Profile(where, (Measured(ModelShape(64, 4), SequenceShape(256), Candidate(WHERE.ranks), 1.0),))
     profile.save(path)
     found = json.loads(path.read_text())
-    del found["measured"][0]["model"]["windowed_layers"]
+    for name in ("windowed_layers", "shared_ffn", "value_dim", "kv_rank", "q_rank", "rotary_dim"):
+        del found["measured"][0]["model"][name]
     del found["measured"][0]["sequence"]["documents"], found["cluster"]["kernels"]["takes_segments"]
     path.write_text(json.dumps(found))
     assert Profile.load(path) == profile

@@ -64,6 +64,12 @@ def check_kernel(kernel: str) -> None:
         raise ValueError(f"kernel must be one of {known}, got {kernel!r}; register_kernel makes others known")
 
 
+def takes_segments(kernel: object, device_type: object) -> bool:
+    """Whether a kernel of this name computes many segments in a call on such devices; where there is none, False."""
+    found = aten.CUDA if kernel in ("auto", "flash") and device_type == "cuda" else _kernels.get(str(kernel))
+    return found is not None and found.takes_segments
+
+
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
     """The block kernel of a name; refuses (ValueError) an unknown one, and one that cannot run the call.
 

@@ -10,6 +10,7 @@ host of one H200 so took 50 to 59 microseconds, of another 77 to 126 (docs/bench
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -19,7 +20,7 @@ from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.segments import Work, pairs_seen
 from wallfacer_dt.algorithms.sequences import Sequences
-from wallfacer_dt.algorithms.steps import Side
+from wallfacer_dt.algorithms.steps import SIDES, Side
 from wallfacer_dt.algorithms.turns import in_turn
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import BY_DOCUMENT
@@ -79,7 +80,7 @@ def attention_events(
             f"{kind} {group}", wires[Key(backward, kind, "", group)], launches=launched.of_all(candidate.ulysses)
         )
 
-    launched = _Launches(candidate, backward=backward)
+    launched = _Launches(candidate, kernels, backward=backward)
     others = launched.others
     costs = [Costs.of_heads(heads, kernels, model, sequence, backward=backward) for heads in groups]
     has_exchange = candidate.ulysses > 1
@@ -112,8 +113,8 @@ def attention_events(
 class _Launches:
     """How many operations the host launches, see Note [Launches]."""
 
-    def __init__(self, candidate: Candidate, *, backward: bool) -> None:
-        self.candidate = candidate
+    def __init__(self, candidate: Candidate, kernels: Kernels, *, backward: bool) -> None:
+        self.candidate, self.takes_segments = candidate, kernels.takes_segments
         # Of a call of a kernel, for every two ranks of a collective, and of whatever is attended.
         self.of_call, self.of_rank, self.others = (8, 6, 7) if backward else (2, 3, 14)
 
@@ -127,7 +128,7 @@ class _Launches:
             case Sent():
                 return self.of_all(self.candidate.team) if step.kind in ("gather", "exchange") else HOP
             case Attended():
-                return self.of_call * step.calls
+                return self.of_call * len(calls_of(step.work, takes_segments=self.takes_segments))
         return 0
 
     def of_program(self, program: Program, groups: Groups) -> int:
@@ -160,7 +161,7 @@ def least_seconds(
         (program,) = _programs(candidate, sequence, [candidate.ring * candidate.team - 1], backward).values()
     else:
         (program,) = programs_of(candidate, sequence, together=False, backward=backward).values()
-    launched = _Launches(candidate, backward=backward)
+    launched = _Launches(candidate, kernels, backward=backward)
     most = max(launched.of_program(program, groups) for groups in head_patterns(candidate, model))
     return _seconds(program, candidate, model, sequence, kernels, backward=backward), most * kernels.launch
 
@@ -223,17 +224,22 @@ def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward:
     return max(_programs(candidate, sequence, some, backward).items(), key=lambda one: area_of(one[1]))
 
 
+@lru_cache(maxsize=64)
+def _pairs(axes: tuple[int, int, int], order: str, sequence: SequenceShape, side: Side) -> np.ndarray:
+    """(ring, team): how many pairs a rank's queries, or keys, have; not to be changed."""
+    mask = sequence.mask
+    (shards,) = Sequences(sequence.length, sequence.length, order, mask).inner("q", axes)
+    if side == "kv":
+        mask = Mask(mask.right, mask.left, documents=mask.documents)
+    return np.reshape([pairs_seen(shard, mask, sequence.length) for shard in shards], axes[1:])
+
+
 def _busiest(candidate: Candidate, sequence: SequenceShape, backward: bool) -> int:
-    """The inner index of a rank with about as much to do as any: in the team whose resident tokens have most pairs the
-    member whose rotating ones, of all teams together, have most.
+    """The inner index of a rank with much to do, where there are no teams as much as any: in the team whose resident
+    tokens have most pairs the member whose rotating ones, of all teams together, have most.
     """
-    of_queries = sequence.mask
-    of_keys = Mask(of_queries.right, of_queries.left, documents=of_queries.documents)
-    sequences = Sequences(sequence.length, sequence.length, candidate.order, of_queries)
-    (shards,) = sequences.inner("q", candidate.axes)
-    pairs = [[pairs_seen(shard, mask, sequence.length) for shard in shards] for mask in (of_queries, of_keys)]
-    by_team = [np.array(some).reshape(candidate.ring, candidate.team) for some in pairs]
-    resident, rotating = by_team if _resident(candidate, backward) == "q" else reversed(by_team)
+    sides = SIDES if _resident(candidate, backward) == "q" else SIDES[::-1]
+    resident, rotating = (_pairs(candidate.axes, candidate.order, sequence, side) for side in sides)
     return int(resident.sum(1).argmax()) * candidate.team + int(rotating.sum(0).argmax())
 
 

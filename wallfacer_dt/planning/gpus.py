@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from wallfacer_dt.kernels.block import Need
-from wallfacer_dt.kernels.registry import select_kernel
+from wallfacer_dt.kernels.registry import select_kernel, takes_segments
 from wallfacer_dt.planning.attention import flops_of_pair
 from wallfacer_dt.planning.cluster import Cluster, Kernels, Link
 
@@ -65,26 +65,26 @@ class GPU:
 
         Where one is padded to the other, that is computed, too.
         """
-        _, (forward, backward, _) = self._row(head_dim, kernel)
         dims = head_dim, head_dim if value_dim is None else value_dim
-        if _pads(kernel, *dims):
+        _, (forward, backward, _) = self._row(max(dims), kernel)
+        if self._pads(kernel, *dims):
             padded = [max(dims)] * 2
             forward *= flops_of_pair(*dims, backward=False) / flops_of_pair(*padded, backward=False)
             backward *= flops_of_pair(*dims, backward=True) / flops_of_pair(*padded, backward=True)
-        need = Need("cuda", torch.bfloat16, 128, 128, capability=self.capability, is_elsewhere=True)
-        takes_segments = select_kernel(kernel, need).takes_segments
         return Kernels(
-            forward, backward, self.linear, merge=self.merge, attention=kernel, takes_segments=takes_segments
-        )
+            forward, backward, self.linear, merge=self.merge, attention=kernel,
+            takes_segments=takes_segments(kernel, "cuda"),
+        )  # fmt: skip
 
     def origins(self, head_dim: int, kernel: str = "auto", value_dim: int | None = None) -> list[str]:
         """Who says these rates of attention, forward and backward."""
-        dim, (*_, source) = self._row(head_dim, kernel)
+        widest = head_dim if value_dim is None else max(head_dim, value_dim)
+        dim, (*_, source) = self._row(widest, kernel)
         name = f" with {AUTO}" * (kernel == "auto")
         if source != "assumed" and dim == head_dim and value_dim in (None, head_dim):
             return [f"{source}{name}"] * 2
         heads = f" as for heads of {dim}" * (dim != head_dim)
-        heads += ", padded" * (value_dim is not None and _pads(kernel, head_dim, value_dim))
+        heads += ", padded" * (value_dim is not None and self._pads(kernel, head_dim, value_dim))
         kernels = self.kernels(head_dim, kernel, value_dim)
         rates = kernels.forward, kernels.backward
         return [f"assumed{name}, {rate / self.peak:.0%} of the peak{heads}" for rate in rates]
@@ -97,6 +97,11 @@ class GPU:
                 check_kernel_of(name, self.capability, dtype, head_dim, value_dim)
                 every[name] = self.kernels(head_dim, name, value_dim)
         return min(every.items(), key=lambda of: 4 / of[1].forward + 10 / of[1].backward)
+
+    def _pads(self, kernel: str, head_dim: int, value_dim: int) -> bool:
+        """Whether it computes heads of one dim for those whose values have another, see ``kernels.flash_attn``."""
+        takes_two = kernel == "flash_attn_4" and (self.capability[0] > 9 or (head_dim, value_dim) == (192, 128))
+        return head_dim != value_dim and not takes_two
 
     def _row(self, head_dim: int, kernel: str) -> tuple[int, Rates]:
         """Rates, and of which head dim: of the largest in the table that is no larger, or else of the smallest."""
@@ -117,11 +122,6 @@ def check_kernel_of(
     """Refuse (ValueError) a kernel that takes no such heads on such GPUs, whatever is installed on this machine."""
     value_dim = head_dim if value_dim is None else value_dim
     select_kernel(kernel, Need("cuda", dtype, head_dim, value_dim, capability=capability, is_elsewhere=True))
-
-
-def _pads(kernel: str, head_dim: int, value_dim: int) -> bool:
-    """Whether it computes heads of one dim for those whose values have another, as all but one do for one pair."""
-    return head_dim != value_dim and (kernel, head_dim, value_dim) != ("flash_attn_4", 192, 128)
 
 
 _HDR, _NDR = 24e9, 46e9  # what nccl-tests get of InfiniBand's 200 and 400 Gbit/s

@@ -1,9 +1,11 @@
 """What is to be computed: the sizes of a model and of its sequences."""
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from operator import add
+from itertools import accumulate
+from operator import add, eq
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from wallfacer_dt.reading import DTYPES
 MOST_HEADS = 2**16
 """Of which no model has a hundredth; heads are counted one by one."""
 
-_MOST_DOCUMENTS = 2**16
+_MOST_DOCUMENTS = 2**13
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class ModelShape:
         experts_per_token: experts that each token goes to.
         windowed_layers: of ``layers``, those that a sequence's ``window_size`` is for, whatever their order; None: all.
         shared_ffn: hidden units of one more feed-forward, that takes all tokens beside the experts.
-        value_dim: head dim of values; None: as of keys.
+        value_dim: head dim of values, where it is another than of keys.
         kv_rank: of the latent that every head's key and value are projected from (multi-head latent attention;
             DeepSeek-V2, section 2.1), 0 for none.
         q_rank: likewise of queries; 0: they are projected from the tokens.
@@ -91,11 +93,10 @@ class ModelShape:
             raise ValueError(f"shared_ffn must be 0 where experts are, got {self.shared_ffn}")
         if not self.kv_rank and (self.q_rank or self.rotary_dim):
             raise ValueError(f"q_rank and rotary_dim must be 0 where kv_rank is, got {self.q_rank}, {self.rotary_dim}")
-        if self.kv_rank and (self.keys != self.heads or self.rotary_dim >= self.dim):
-            raise ValueError(
-                "of a latent kv_heads must be heads, and rotary_dim below head_dim, got "
-                f"{self.keys} and {self.heads}, {self.rotary_dim} and {self.dim}"
-            )
+        if self.kv_rank and self.keys != self.heads:
+            raise ValueError(f"kv_heads must equal heads where keys come of a latent, got {self.keys} and {self.heads}")
+        if self.kv_rank and self.rotary_dim >= self.dim:
+            raise ValueError(f"rotary_dim must be below head_dim, got {self.rotary_dim} and {self.dim}")
         if self.windowed_layers is not None:
             check_length(self.windowed_layers, "windowed_layers", least=0)
             if self.windowed_layers > self.layers:
@@ -105,7 +106,7 @@ class ModelShape:
         # Written out, so that the same sizes are equal.
         object.__setattr__(self, "kv_heads", self.keys)
         object.__setattr__(self, "head_dim", self.dim)
-        object.__setattr__(self, "value_dim", self.dim_of_values)
+        object.__setattr__(self, "value_dim", None if self.value_dim == self.dim else self.value_dim)
         object.__setattr__(self, "gated", self.gated or not self.ffn)
         object.__setattr__(
             self, "windowed_layers", None if self.windowed_layers == self.layers else self.windowed_layers
@@ -204,7 +205,7 @@ class SequenceShape:
         window_size: (left, right), as :func:`wallfacer_dt.context_parallel_attention` takes it.
         dtype: of activations.
         documents: tokens of the documents that are packed into each of them, in turn and round again until it is full,
-            the last one cut; at most 65536. Empty: one.
+            the last one cut; at most 8192. Empty: one.
     """
 
     length: int
@@ -232,15 +233,7 @@ class SequenceShape:
             raise TypeError(f"documents must be a tuple of lengths, got {type(self.documents).__name__}")
         for tokens in self.documents:
             check_length(tokens, "documents")
-        # Written out, so that the same sequences are equal: what is beyond the end is never begun.
-        documents, begins = [], 0
-        for tokens in self.documents:
-            if begins < self.length:
-                documents.append(min(tokens, self.length - begins))
-            begins += tokens
-        object.__setattr__(self, "documents", tuple(documents) if documents[:1] != [self.length] else ())
-        if -(-self.length // max(1, begins)) * len(documents) > _MOST_DOCUMENTS:
-            raise ValueError(f"documents must be at most {_MOST_DOCUMENTS} in a sequence, got more of {documents[:3]}")
+        object.__setattr__(self, "documents", _in_short(self.documents, self.length))
 
     @property
     def dtype_name(self) -> str:
@@ -261,6 +254,25 @@ class SequenceShape:
     def pairs(self) -> int:
         """(query, key) pairs that are seen, of a row of the batch."""
         return pairs_seen(np.array([[0, self.length]]), self.mask, self.length)
+
+
+def _in_short(documents: Sequence[int], length: int) -> tuple[int, ...]:
+    """The fewest that in turn are the same documents of a sequence, at most :data:`_MOST_DOCUMENTS`; none for one.
+
+    >>> _in_short([3, 4, 2, 7], 10), _in_short([3, 3, 2], 8), _in_short([3, 3], 7), _in_short([9, 1], 8)
+    ((3, 4, 2), (3,), (3,), ())
+    """
+    ends = [*accumulate(documents)]
+    if not ends or ends[0] >= length:
+        return ()
+    rounds, rest = divmod(length, ends[-1])
+    number = rounds * len(ends) + (1 + bisect_left(ends, rest) if rest else 0)
+    if number > _MOST_DOCUMENTS:
+        raise ValueError(f"documents must be at most {_MOST_DOCUMENTS} in a sequence, got {number}")
+    *some, last = (documents[i % len(ends)] for i in range(number))
+    last = length - sum(some)  # it may be cut
+    periods = (n for n in range(1, number) if all(map(eq, some[n:], some)) and last <= some[(number - 1) % n])
+    return (*some, last)[: next(periods, number)]
 
 
 @lru_cache(maxsize=64)

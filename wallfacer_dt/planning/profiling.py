@@ -22,6 +22,7 @@ from wallfacer_dt.agreement.agree import agree, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
 from wallfacer_dt.attention import context_parallel_attention
 from wallfacer_dt.dealing import dealing_by_hand
+from wallfacer_dt.kernels.registry import takes_segments
 from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.mesh import PLACEMENTS, context_groups, mesh_ranks, temporary_groups
 from wallfacer_dt.order import TokenOrder
@@ -158,12 +159,14 @@ def _complete(given: dict[str, Any]) -> None:
         found = of.get(name) if isinstance(of, dict) else None
         return found if isinstance(found, dict) else {}
 
-    part(part(given, "cluster"), "kernels").setdefault("takes_segments", False)
+    cluster = part(given, "cluster")
+    kernels = part(cluster, "kernels")
+    kernels.setdefault("takes_segments", takes_segments(kernels.get("attention"), cluster.get("device_type")))
     measured = given.get("measured")
     for one in measured if isinstance(measured, list) else ():
         model = part(one, "model")
         earlier = dict.fromkeys(("shared_ffn", "kv_rank", "q_rank", "rotary_dim"), 0)
-        model |= {"windowed_layers": None, "value_dim": model.get("head_dim")} | earlier | model
+        model |= {"windowed_layers": None, "value_dim": None} | earlier | model
         part(one, "sequence").setdefault("documents", [])
 
 

@@ -52,11 +52,6 @@ class Attended(NamedTuple):
     name: str
     work: Work
 
-    @property
-    def calls(self) -> int:
-        """Of a kernel that takes segments."""
-        return sum(segments.calls for segments in self.work)
-
 
 _SQUARE = 128
 """Rows and columns that a kernel which takes segments computes at once, whatever of them is seen: FlashAttention-3's of

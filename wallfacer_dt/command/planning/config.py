@@ -118,27 +118,29 @@ def read_config(path: str) -> KnownModel:
     if (kind, key, said) == ("gemma", "hidden_act", "gelu"):  # what the first releases said, and did not mean
         said = "gelu_pytorch_tanh"
     if kind in _DENSE:
-        shared = _whole(path, "n_shared_experts", config.get("n_shared_experts", 1), least=0)
-        sizes["shared_ffn"] = shared * sizes["ffn"]
-        _dense(path, kind, config, sizes["layers"])
+        sizes["shared_ffn"] = _whole_or_none(path, "n_shared_experts", config) * sizes["ffn"]
+    dense = _dense(path, kind, config, sizes["layers"]) if kind in _DENSE else 0
     window, windowed = _windows(path, kind, config, sizes["layers"])
     try:
         shape = ModelShape(**sizes, gated=kind in _GATED, windowed_layers=windowed)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)), window)
+    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape, dense)), window)
 
 
 def _latents(path: str, config: Mapping[str, Any]) -> dict[str, int]:
     """Sizes of multi-head latent attention."""
     found = {name: _whole(path, key, config.get(key)) for name, key in _KEYS_OF_LATENTS.items()}
-    found["q_rank"] = _whole(path, "q_lora_rank", config.get("q_lora_rank") or 0, least=0)
+    found["q_rank"] = _whole_or_none(path, "q_lora_rank", config)
     own = _whole(path, "qk_nope_head_dim", config.get("qk_nope_head_dim"))
     return found | {"head_dim": own + found["rotary_dim"]}
 
 
 def _dense(path: str, kind: str, config: Mapping[str, Any], layers: int) -> int:
     """How many first layers have no experts."""
+    if config.get("moe_layer_freq", 1) != 1:
+        said = shown(config["moe_layer_freq"])
+        raise ValueError(f"{path}: layers without experts among others are not planned: moe_layer_freq is {said}")
     dense = _whole(path, "first_k_dense_replace", config.get("first_k_dense_replace", _DENSE[kind]), least=0)
     if dense >= layers:
         raise ValueError(f"{path}: first_k_dense_replace must be below the {layers} layers, got {dense}")
@@ -178,6 +180,13 @@ def _whole(path: str, key: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def _whole_or_none(path: str, key: str, config: Mapping[str, Any]) -> int:
+    """A number that must be there; null is 0."""
+    if key not in config:
+        raise ValueError(f"{path}: {key} is missing")
+    return 0 if config[key] is None else _whole(path, key, config[key], least=0)
+
+
 def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
     for key, every in (("decoder_sparse_step", (1,)), ("mlp_only_layers", ([], None))):
         if config.get(key, every[0]) not in every:
@@ -186,7 +195,7 @@ def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
+def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape, dense: int) -> list[str]:
     """What the config says and the planner does not count."""
     # What transformers takes unless it is said.
     said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2", "smollm3"))}
@@ -209,7 +218,7 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[s
         found.append("sinks, which the style must be told")
     if kind == "glm4_moe" and said.get("use_qk_norm"):
         found.append("norms of queries and keys")
-    if dense := config.get("first_k_dense_replace", _DENSE.get(kind, 0)):
+    if dense:
         found.append(without_experts(dense))
     if kind in _DENSE and said.get("num_nextn_predict_layers"):
         found.append(MORE_TOKENS)

@@ -11,7 +11,7 @@ import torch
 from wallfacer_dt.command.options import OptionError, check_least, naming
 from wallfacer_dt.command.planning.shape import as_options
 from wallfacer_dt.kernels.block import HALF
-from wallfacer_dt.kernels.registry import names
+from wallfacer_dt.kernels.registry import names, takes_segments
 from wallfacer_dt.planning import Cluster, Kernels, Link, Profile
 from wallfacer_dt.planning.gpus import GPU, GPUS, INTER_LATENCY, INTRA_LATENCY, NODE, check_kernel_of
 from wallfacer_dt.planning.units import format_speed, format_time, parse_rate, parse_size, parse_speed, parse_time
@@ -200,7 +200,8 @@ class Machines:
             )
         if gpu is None and (self.kernel or "forward" not in given):
             self._check_kernel(None if "forward" in given else whose.capability, dtype, dims)
-        known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel)
+        segments = takes_segments(kernel, "cuda")
+        known = Kernels(linear=whose.linear, merge=whose.merge, attention=kernel, takes_segments=segments)
         origins = {"linear": whose.linear_source, "merge": "assumed", "launch": "assumed"}
         if kernel == "auto" or kernel in whose.attention:
             known = whose.kernels(dims[0], kernel, dims[1])

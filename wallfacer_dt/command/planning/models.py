@@ -47,6 +47,8 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
             f"--windowed-layers is missing: {windowed} of the model's {known.shape.layers} layers have a window; how "
             f"many of --layers {given['layers']}?"
         )
+    if given.get("experts") == 0:
+        known = replace(known, left_out=tuple(one for one in known.left_out if "without experts" not in one))
     with as_options():
         return replace(known, shape=replace(known.shape, **given))
 

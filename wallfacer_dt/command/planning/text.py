@@ -139,7 +139,7 @@ def summary_of_model(model: ModelShape) -> str:
     experts = f", {model.experts_per_token} of {model.experts} experts{shared}" if model.experts else ""
     ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}{experts}" if model.ffn else ""
     vocab = f", vocabulary of {model.vocab}" if model.vocab else ""
-    values = f" and {model.value_dim}" * (model.value_dim != model.dim)
+    values = f" and {model.value_dim}" * (model.value_dim is not None)
     ranks = [str(rank) for rank in (model.q_rank, model.kv_rank) if rank]
     latents = f", latents of {' and '.join(ranks)}" * bool(ranks)
     heads = f"{model.heads}/{model.keys} heads of {model.dim}{values}{latents}"

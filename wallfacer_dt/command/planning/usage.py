@@ -61,7 +61,9 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
         lines.append(f'styles["{_FEED_FORWARD}"] = METPParallel({weights}, activation="{activation}")')
     lines.append("parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel")
     if plan.sequence.documents:
-        lines.append("cu_seqlens = ...  # where documents begin, and the last one ends: for every call of attention")
+        lines.append(
+            "cu_seqlens = torch.tensor(...)  # where documents begin, and the last one ends: every call takes it"
+        )
     dealt = ", cu_seqlens=cu_seqlens" * (it.order == BY_DOCUMENT)
     lines.append(f"tokens = shard_sequence(tokens, order, dim=1{dealt})")
     if it.checkpoint in _CHECKPOINTS:
