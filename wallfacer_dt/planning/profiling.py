@@ -162,11 +162,10 @@ def _complete(given: dict[str, Any]) -> None:
     cluster = part(given, "cluster")
     kernels = part(cluster, "kernels")
     kernels.setdefault("takes_segments", takes_segments(kernels.get("attention"), cluster.get("device_type")))
-    measured = given.get("measured")
-    for one in measured if isinstance(measured, list) else ():
+    measured, sizes = given.get("measured"), dict.fromkeys(("shared_ffn", "kv_rank", "q_rank", "rotary_dim"), 0)
+    for one in filter(lambda one: isinstance(one, dict), measured if isinstance(measured, list) else ()):
         model = part(one, "model")
-        earlier = dict.fromkeys(("shared_ffn", "kv_rank", "q_rank", "rotary_dim"), 0)
-        model |= {"windowed_layers": None, "value_dim": None} | earlier | model
+        model |= {"windowed_layers": None, "value_dim": None} | sizes | model
         part(one, "sequence").setdefault("documents", [])
 
 
