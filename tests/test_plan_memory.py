@@ -296,7 +296,8 @@ def check_stack(stack: nn.Module, tokens: Tensor, targets: Tensor, said: StackMe
     [
         *tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
         *tiers(product(with_layers(*EXPERTS[0][:2]), EXPERTS), strength=1),
-        *product(with_layers(*LATENTS[0][:2]), LATENTS),
+        *product(with_layers(*LATENTS[0][:2]), LATENTS[:1]),
+        *tiers(product(with_layers(*LATENTS[1][:2]), LATENTS[1:]), strength=1),
     ],
     ids=lambda one: "-".join(one.layers.values()) if isinstance(one, Candidate) else str(one[0]),
 )
