@@ -490,6 +490,9 @@ def test_what_is_enumerated() -> None:
     assert {one.order for one in attentions(MODEL, causal, cluster())} == {"head_tail"}
     windowed = replace(causal, window_size=(100, 0))
     assert {one.order for one in attentions(MODEL, windowed, cluster())} == {"head_tail", "contiguous"}
+    narrow, latent = replace(LAYERS, value_dim=32), replace(LAYERS, kv_heads=LAYERS.heads, kv_rank=16)
+    for model, projections in ((LAYERS, {"plain", "metp"}), (narrow, {"plain"}), (latent, {"plain"})):
+        assert {one.projections for one in with_layers(Candidate(4), model)} == projections
     packed = replace(SEQUENCE, documents=(100,))
     for is_causal, orders in ((True, {"head_tail", "contiguous"}), (False, {"contiguous"})):
         some = attentions(MODEL, replace(packed, is_causal=is_causal), cluster())
