@@ -207,10 +207,10 @@ a rank copies what it sends and receives, at 1 GB/s
 
 Plans that were run: a step of attention, forward and backward
    ulysses x    in              rotates
-#  ring x team  node  schedule  fwd,bwd  predicted  measured
-------------------------------------------------------------
-1  4 x 1 x 1    -     -         -           2.5 ms    3.1 ms
-2  1 x 2 x 2    team  2d        kv, q         2 ms      2 ms
+#  ring x team  node  schedule  fwd,bwd       order  predicted  measured
+------------------------------------------------------------------------
+1  4 x 1 x 1    -     -         -        contiguous     2.5 ms    3.1 ms
+2  1 x 2 x 2    team  2d        kv, q     head_tail       2 ms      2 ms
 
 chosen: ring 2 x team 2, team in node, 2d, rotates kv, backward q, head-tail, METP, checkpoint
 attention

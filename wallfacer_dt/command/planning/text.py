@@ -215,11 +215,13 @@ def _reasons(plan: Plan, best: Sequence[Ranked]) -> Table:
 
 
 def _runs(plan: Plan, profile: Profile) -> Table:
-    table = _table("predicted", "measured")
-    for number, one in enumerate(runs_of(plan, profile), 1):
+    runs = runs_of(plan, profile)
+    differ = len({one.candidate.order for one in runs}) > 1
+    table = _table(*["order"] * differ, "predicted", "measured")
+    for number, one in enumerate(runs, 1):
         style = "bold" if one.candidate == plan.chosen else None
-        times = [format_time(one.prediction.seconds), format_time(one.seconds)]
-        table.add_row(str(number), *_choices(one.candidate), *times, style=style)
+        others = [*[one.candidate.order] * differ, format_time(one.prediction.seconds), format_time(one.seconds)]
+        table.add_row(str(number), *_choices(one.candidate), *others, style=style)
     return table
 
 
