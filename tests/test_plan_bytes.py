@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -94,6 +94,8 @@ def test_predicted_is_counted_on_fake_ranks(
     drawn: tuple[Candidate, ModelShape, SequenceShape, int], data: st.DataObject
 ) -> None:
     candidate, model, sequence, _ = drawn
+    # Of tensors with contents a fake process group refuses to receive some from others where nothing is sent to them.
+    assume(not sequence.documents or model.heads % candidate.ulysses == model.keys % candidate.ulysses == 0)
     rank = data.draw(st.integers(0, candidate.size - 1))
     with fake_world(candidate.size, rank):
         traffic = run(candidate, model, sequence, fake=True)
