@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from wallfacer_dt.algorithms.masks import Mask
-from wallfacer_dt.layout import BY_DOCUMENT, shard_sizes
+from wallfacer_dt.layout import shard_sizes
 from wallfacer_dt.planning.attention import head_patterns
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.dry_run import Peaks, attention_peaks, projected_peak
@@ -74,8 +74,7 @@ def _short(candidate: Candidate, sequence: SequenceShape) -> tuple[Candidate, Se
 def _asked(candidate: Candidate, model: ModelShape, sequence: SequenceShape) -> Iterator[int]:
     """Ranks of which one holds about as much as any."""
     inner, ulysses = candidate.ring * candidate.team, candidate.ulysses
-    is_alike = sequence.mask == Mask() or candidate.order == BY_DOCUMENT
-    tokens_are_alike = is_alike and sequence.length % candidate.size == 0
+    tokens_are_alike = sequence.mask == Mask() and sequence.length % candidate.size == 0
     heads_are_alike = model.heads % ulysses == model.keys % ulysses == 0
     for place in {0} if heads_are_alike else _ends(ulysses) | set(head_patterns(candidate, model).values()):
         for index in {inner - 1} if tokens_are_alike else {1 % inner, inner - 1 - 1 % inner} | _ends(inner):
