@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -207,6 +207,11 @@ def test_stacks_on_an_h200() -> None:
         assert (said.kept + said.working) / 2**20 == pytest.approx(found[case]["peak MiB"], rel=tolerance), case
 
 
+# A team's tokens of a causal document are of unlike use to its ranks.
+@example((
+    Candidate(1, 8, rotate="q", rotate_forward="q", order="document_head_tail"), ModelShape(512, 8, 1),
+    SequenceShape(512, is_causal=True, documents=(16, 29, 461)), 0,
+))  # fmt: skip
 @examples(25)
 @given(calls((2, 3, 4, 5, 6, 8)))
 def test_few_ranks_stand_for_all(call: Call) -> None:
