@@ -66,8 +66,13 @@ def check_kernel(kernel: str) -> None:
 
 def takes_segments(kernel: object, device_type: object) -> bool:
     """Whether a kernel of this name computes many segments in a call on such devices; where there is none, False."""
-    found = aten.CUDA if kernel in ("auto", "flash") and device_type == "cuda" else _kernels.get(str(kernel))
-    return found is not None and found.takes_segments
+    found = _kernels.get("flash" if kernel == "auto" else str(kernel))
+    return found is not None and _on(device_type, found).takes_segments
+
+
+def _on(device_type: object, kernel: BlockKernel) -> BlockKernel:
+    """The same there: what is torch's flash on the CPU is another on CUDA."""
+    return aten.CUDA if kernel is aten.CPU and device_type == "cuda" else kernel
 
 
 def select_kernel(kernel: str, need: Need) -> BlockKernel:
@@ -92,7 +97,7 @@ def select_kernel(kernel: str, need: Need) -> BlockKernel:
     if reason:
         is_slower = name == "flash" and need.capability is not None and need.capability[0] == 9
         _say(kernel, name, reason + _FASTER * is_slower)
-    return aten.CUDA if found is aten.CPU and need.device_type == "cuda" else found
+    return _on(need.device_type, found)
 
 
 def _automatic(need: Need) -> tuple[str, str]:

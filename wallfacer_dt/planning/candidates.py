@@ -169,9 +169,8 @@ def as_usual(candidate: Candidate, cluster: Cluster) -> Candidate:
 def with_layers(candidate: Candidate, model: ModelShape, asked: Only = ANY) -> Iterator[Candidate]:
     """The same attention in layers of every kind: METP's on several ranks, its attention where there is no Ulysses.
 
-    METP's feed-forward has no experts, its attention no latents, and values
-    as wide as keys. Without a feed-forward attention alone is planned, and
-    nothing is METP's. Others than those asked for are left out.
+    METP's feed-forward has no experts, its attention no latents, and values as wide as keys. Without a feed-forward
+    attention alone is planned, and nothing is METP's. Others than those asked for are left out.
     """
     may_be_metp = model.ffn and candidate.size > 1
     feed_forwards = FEED_FORWARDS if may_be_metp and not model.experts else FEED_FORWARDS[:1]

@@ -65,7 +65,7 @@ def attention_peaks(
     q, k = tensor(model.heads, model.dim), tensor(model.keys, model.dim)
     v = tensor(model.keys, model.dim_of_values)
     options = _options(candidate, sequence, index)
-    documents = _documents(sequence)
+    documents = sequence.cu_seqlens
     inputs, on_host = AttentionInputs(q, k, v, cu_seqlens=documents), 0 if documents is None else documents.nbytes
     with _following(q, k, v, documents) as alive:
         out, lse, number = attention_body(*inputs, *options.told())
@@ -134,7 +134,7 @@ def projected_peak(
     x, grad_y = (tensor(sequence.batch, rows, model.hidden) for _ in range(2))
     q, k, v = (tensor(n, model.hidden) for n in (own_q, own_kv, own_kv))
     out = tensor(model.hidden, own_q)
-    absent, documents = (None,) * 6, _documents(sequence)  # biases, cos and sin, document_ids
+    absent, documents = (None,) * 6, sequence.cu_seqlens  # biases, cos and sin, document_ids
     inputs = x, q, k, v, out, *absent, documents
     told = block.told(), *_options(candidate, sequence, index).told()[:-1]
     with _following(x, grad_y, q, k, v, out, documents) as alive:
@@ -153,11 +153,6 @@ def _following(*given: Tensor | None) -> Iterator[Alive]:
     there = [x for x in given if x is not None]
     with torch.no_grad(), Alive(*there, are_resized=False, workspace=_workspace) as alive:
         yield alive
-
-
-def _documents(sequence: SequenceShape) -> Tensor | None:
-    """The cumulative lengths of documents, where there are several."""
-    return torch.tensor(sequence.mask.documents[0]) if sequence.documents else None
 
 
 def _workspace(func: Any, args: tuple) -> int:

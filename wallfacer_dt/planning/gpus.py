@@ -96,7 +96,9 @@ class GPU:
             with suppress(ValueError):
                 check_kernel_of(name, self.capability, dtype, head_dim, value_dim)
                 every[name] = self.kernels(head_dim, name, value_dim)
-        return min(every.items(), key=lambda of: 4 / of[1].forward + 10 / of[1].backward)
+        dims = head_dim, head_dim if value_dim is None else value_dim
+        forward, backward = (flops_of_pair(*dims, backward=way) for way in (False, True))
+        return min(every.items(), key=lambda of: forward / of[1].forward + backward / of[1].backward)
 
     def _pads(self, kernel: str, head_dim: int, value_dim: int) -> bool:
         """Whether it computes heads of one dim for those whose values have another, see ``kernels.flash_attn``."""

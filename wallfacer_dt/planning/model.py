@@ -251,6 +251,11 @@ class SequenceShape:
         left, right = (None if n in (None, -1) else n for n in self.window_size or (None, None))
         return left, 0 if self.is_causal else right
 
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """(documents + 1,), int64, on the CPU: the documents' cumulative lengths, where there are several."""
+        return torch.tensor(self.mask.documents[0]) if self.documents else None
+
     def pairs(self) -> int:
         """(query, key) pairs that are seen, of a row of the batch."""
         return pairs_seen(np.array([[0, self.length]]), self.mask, self.length)

@@ -468,7 +468,6 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
     model, sequence, it = given.model, given.sequence, given.chosen
     place, order = context_groups(mesh).coordinate, TokenOrder(it.order, mesh)
     rows = shard_sizes(sequence.length, it.axes, it.order)[place.index]
-    documents = torch.tensor(sequence.mask.documents[0]) if sequence.documents else None
 
     def tensor(heads: int, dim: int) -> Tensor:
         shape = (sequence.batch, heads, rows, dim)
@@ -480,7 +479,7 @@ def attention_step(given: Plan, mesh: DeviceMesh) -> Callable[[], object]:
     def step() -> None:
         with dealing_by_hand(tuple(sorted(mesh_ranks(mesh)))):
             out = context_parallel_attention(
-                q, k, v, mesh, order=order, cu_seqlens=documents, **given.attention_options
+                q, k, v, mesh, order=order, cu_seqlens=sequence.cu_seqlens, **given.attention_options
             )
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
