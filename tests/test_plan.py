@@ -38,6 +38,8 @@ from wallfacer_dt.planning.attention import attention_events, flops_of_pair, hea
 from wallfacer_dt.planning.candidates import attentions, node_of, with_layers
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.flops import model_flops
+from wallfacer_dt.planning.gpus import GPUS
+from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.predict import attention_cost, attention_costs, least_attention, predict
 from wallfacer_dt.planning.profiling import _RANKED, shortlist
 from wallfacer_dt.planning.programs import area_of, calls_of, program_of
@@ -940,6 +942,22 @@ def test_of_documents_dealt_out_one_by_one_a_rank_stands_for_all(
             programs_of(some, sequence, together=together, backward=False).values() for together in (False, True)
         )
         assert area_of(busiest) >= max(map(area_of, every)) * (1 if one.team == 1 else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "order"),
+    [((4, 4, 8), "head_tail"), ((16, 8, 1), "contiguous"),
+     pytest.param((128, 1, 1), "head_tail", marks=pytest.mark.whole)],
+)  # fmt: skip
+def test_of_documents_on_many_ranks_one_stands_for_all(axes: tuple[int, int, int], order: str) -> None:
+    """With up to a tenth less time than all of them have (docs/planner.md)."""
+    sequence = SequenceShape(2**17, is_causal=True, documents=(30720, 2048, 500, 61440))
+    model, where = MODELS["llama3-8b"].shape, GPUS["h100"].cluster(128)
+    one = Candidate(*axes, order=order, rotate="kv", rotate_forward="kv")
+    alone = attention_cost(one, model, sequence, where)
+    with mock.patch("wallfacer_dt.planning.attention._MOST_TOGETHER", 128):
+        together = attention_cost(one, model, sequence, where)
+    assert 0.9 * together.seconds <= alone.seconds <= together.seconds * (1 + 1e-9)
 
 
 def test_a_margin_is_a_number() -> None:
