@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, pairwise, product
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -20,8 +21,17 @@ from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluste
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
 from wallfacer_dt.planning import Candidate, PlanningError
-from wallfacer_dt.planning.candidates import attentions
-from wallfacer_dt.planning.dividing import DivisionPlan, _alone, _divisors, _Search, divide, divisions
+from wallfacer_dt.planning.candidates import CHECKPOINTS, attentions
+from wallfacer_dt.planning.dividing import (
+    DivisionPlan,
+    RankedDivision,
+    _alone,
+    _divisors,
+    _kind,
+    _Search,
+    divide,
+    divisions,
+)
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import feed_forward_bytes
 from wallfacer_dt.planning.flops import model_flops
@@ -274,6 +284,20 @@ def test_memory_is_at_least_its_least(layer: Layer) -> None:
     parts = (1, 1, 2) if sequence.dtype == torch.float32 else (1, 1, 6)
     assert (memory.gradients, memory.optimizer) == (memory.weights * parts[1], memory.weights * parts[2])
     assert (memory.gathered == 0) == (division.weight_ranks == 1)
+
+
+@examples(25)
+@given(divided(tensor=1, shards=1, replicas=1, expert=1), st.sampled_from([2, 3]), st.sampled_from([1, 2]))
+def test_a_pipelines_first_rank_needs_no_less_where_its_last_stage_has_less(
+    layer: Layer, pipeline: int, interleave: int
+) -> None:
+    model = replace(layer.model, layers=13, vocab=40_000)
+    division = replace(layer.division, pipeline=pipeline, interleave=interleave, microbatches=4 * pipeline)
+    needed = [least_memory(replace(division, last_less=0), model, layer.sequence, of_first=True)]
+    for less in range(3):
+        one = replace(division, last_less=less)
+        needed.append(least_memory(one, model, layer.sequence, of_first=True))
+        assert needed[-2] <= needed[-1] <= least_memory(one, model, layer.sequence)
 
 
 def test_memory_of_a_stage_by_hand() -> None:
@@ -632,6 +656,20 @@ def test_stages_that_take_longer_are_had_where_the_quickest_do_not_fit() -> None
     memory = division_memory(one, model, sequence).peak
     made = divide(model, sequence, replace(where, memory=memory), 8, only=only)
     assert (made.chosen, made.prediction.memory) == (one, memory)
+
+
+def test_what_is_computed_again_is_tried_in_its_turn() -> None:
+    """Divisions are as fast as the fastest of those that compute nothing again, a part, or all."""
+    model, sequence, where = replace(MODEL, layers=4, vocab=3000), replace(SEQUENCE, length=1024), cluster(4, 2)
+    where = replace(where, memory=divide(model, sequence, where, 8, keep=1).prediction.memory // 2)
+    every = [divide(model, sequence, where, 8, only={"checkpoint": name}, keep=100).ranked for name in CHECKPOINTS]
+    fastest: dict[tuple[int, ...], RankedDivision] = {}
+    for one in sorted(chain(*every), key=attrgetter("seconds")):
+        fastest.setdefault(_kind(one.division), one)
+    ranked = divide(model, sequence, where, 8, keep=100).ranked
+    assert {_kind(one.division): one.seconds for one in ranked} == {k: one.seconds for k, one in fastest.items()}
+    assert [one.seconds for one in ranked] == [one.seconds for one in fastest.values()]
+    assert {one.division.context.checkpoint for one in ranked} > {"none"}
 
 
 def test_layers_less_are_looked_for_beyond_those_that_make_nothing_quicker() -> None:

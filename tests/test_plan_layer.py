@@ -18,6 +18,7 @@ from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape
 from wallfacer_dt.algorithms.metp_volume import feed_forward_volume
 from wallfacer_dt.planning import Candidate
 from wallfacer_dt.planning.attention import compute_seconds, least_seconds, runs_together
+from wallfacer_dt.planning.candidates import CHECKPOINTS
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
 from wallfacer_dt.planning.fsdp import Sent
@@ -319,6 +320,17 @@ def test_a_step_is_no_shorter_than_its_least(layer: Layer) -> None:
     ways = cost_of(free).ways
     alone = least_step(free, *(Spent.of(way.line) for way in ways))
     assert step_of(free, ways).seconds == pytest.approx(alone)
+
+
+@examples(60)
+@given(divided())
+def test_the_least_is_no_less_where_more_is_computed_again(layer: Layer) -> None:
+    spent = [Spent.of(way.line) for way in cost_of(layer).ways]
+    division = layer.division
+    again = [replace(division, context=replace(division.context, checkpoint=name)) for name in CHECKPOINTS]
+    none, attention, full = (least_step(replace(layer, division=one), *spent) for one in again)
+    assert none <= attention * (1 + 1e-9)
+    assert attention <= full * (1 + 1e-9)
 
 
 @examples(60)

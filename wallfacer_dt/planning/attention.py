@@ -221,7 +221,8 @@ def _program_of_most(candidate: Candidate, sequence: SequenceShape, *, backward:
         some = [_busiest(candidate, sequence, backward)]
     else:  # ends and middle of the sequence have more or less to do
         some = sorted({0, inner // 2, inner - 1})
-    return max(_programs(candidate, sequence, some, backward).items(), key=lambda one: area_of(one[1]))
+    programs = _programs(candidate, sequence, some, backward)
+    return max(programs.items(), key=lambda one: area_of(one[1]) if len(some) > 1 else 0)
 
 
 @lru_cache(maxsize=64)

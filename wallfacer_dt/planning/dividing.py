@@ -1,11 +1,12 @@
 """The search over all ways to divide ranks among data, tensor, pipeline, context and expert parallelism.
 
-Of every division that can be, at first the least that it can take is said, with attention that only computes; then
-context ranks get their attentions, and last are simulated, and asked for their memory, those whose turn comes. So of
-what is ranked nothing was left out that is faster, but for this. For a division's context ranks attentions are ranked
-alone, one sequence at a time, and the best few of different meshes or schedules are tried, each with the rotations that
-are fastest, or where these do not fit with others. And a pipeline's last stage has as many layers less as make the
-least that a step can take the least, or where that does not fit the next to it.
+Of every division that can be, at first the least that it can take is said, with attention that only computes, or that
+this is no less than another's, which computes less again; then context ranks get their attentions, and last are
+simulated, and asked for their memory, those whose turn comes. So of what is ranked nothing was left out that is faster,
+but for this. For a division's context ranks attentions are ranked alone, one sequence at a time, and the best few of
+different meshes or schedules are tried, each with the rotations that are fastest, or where these do not fit with
+others. And a pipeline's last stage has as many layers less as make the least that a step can take the least, or where
+that does not fit the next to it.
 """
 
 import heapq
@@ -48,7 +49,6 @@ INTERLEAVES = 1, 2
 """Stages of a pipeline's rank: those of 1F1B, and torchtitan's default of interleaved 1F1B."""
 
 _OF_STEPS = "interleave", "microbatch"  # what divisions with the same groups of ranks have of their own
-_NEARLY = 1.15  # of the memory: who needs more is not asked whether other stages of a pipeline would fit
 _TRIED = 6  # attentions of a division of each token order, of different meshes or schedules
 
 
@@ -179,8 +179,8 @@ def divide(
             f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
             about="sequences",
         )
-    for division in every:
-        search.add(division)
+    for alike in _alike(every):
+        search.add(*alike)
     search.run(keep)
     if not search.ranked:
         raise PlanningError(
@@ -284,13 +284,24 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
+def _alike(some: Iterable[Division]) -> Iterable[list[Division]]:
+    """Of :func:`divisions` those together that differ in what they compute again: first nothing, last most."""
+    found: dict[Division, list[Division]] = {}
+    for one in some:
+        found.setdefault(replace(one, context=replace(one.context, checkpoint="none")), []).append(one)
+    return found.values()
+
+
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A division in the queue: of all attentions, of one, and with what that takes."""
+    """A division in the queue: of all attentions, of one, and with what that takes; or what stands for others, none of
+    which takes less.
+    """
 
     division: Division
     costs: tuple[AttentionCost, ...] = ()
     prediction: Prediction | None = None
+    later: tuple[Division, ...] = ()
 
 
 class _Search:
@@ -327,19 +338,27 @@ class _Search:
         for model, cluster in {self._context(one)[:2] for one in there}:
             yield from ((one, asked.attention) for one in attentions(model, self.sequence, cluster))
 
-    def add(self, division: Division) -> None:
-        """One of which the attention is to be chosen, unless it cannot fit."""
-        stages = sorted(least_of_stages(self.layer(division), lambda own: self._ideal(division, own)))
-        limit = self.cluster.memory
-        for number, (seconds, less) in enumerate(stages):
-            one = replace(division, last_less=less)
-            needed = least_memory(one, self.model, self._taken(one))
-            self._note(needed)
-            if limit is None or needed <= limit:
-                self._push(seconds, _Choice(one))
-                return
-            if number == 0 and needed > _NEARLY * limit:
-                return
+    def add(self, division: Division, *later: Division) -> None:
+        """One of which the attention is to be chosen, unless it cannot fit; and others that compute more."""
+        limit = math.inf if self.cluster.memory is None else self.cluster.memory
+        # Where a pipeline's last stage has less, the first has as much or more.
+        if self._needed(division, of_first=True) <= limit:
+            stages = sorted(least_of_stages(self.layer(division), lambda own: self._ideal(division, own)))
+            for seconds, less in stages:
+                one = replace(division, last_less=less)
+                if self._needed(one) <= limit:
+                    self._push(seconds, _Choice(one))
+                    if later:
+                        self._push(stages[0][0], _Choice(one, later=later))
+                    return
+        if later:
+            self.add(*later)
+
+    def _needed(self, division: Division, *, of_first: bool = False) -> int:
+        """At least, of its memory, or of its first rank's."""
+        needed = least_memory(division, self.model, self._taken(division), of_first=of_first)
+        self._note(needed)
+        return needed
 
     def run(self, keep: int) -> None:
         """Rank so many, and find the fastest for every number of context ranks."""
@@ -351,7 +370,9 @@ class _Search:
                 del self.left[size]
             if _kind(choice.division) in self.kinds or (len(self.ranked) >= keep and size in self.by_context):
                 continue
-            if not choice.costs:
+            if choice.later:
+                self.add(*choice.later)
+            elif not choice.costs:
                 self._expand(choice.division)
             elif choice.prediction is None:
                 self._predict(choice.division, choice.costs)
@@ -465,7 +486,8 @@ def _best_attentions(
     best: list[Candidate] = []
     for order in dict.fromkeys(order for order, *_ in kinds):
         alike = [tuple(some) for kind, some in kinds.items() if kind[0] == order]
-        by_turns = zip(*(_fastest(alike, *told, by_host) for by_host in (False, True)), strict=True)
+        least = {some: least_computing(some, model, sequence, cluster.kernels, together=False) for some in alike}
+        by_turns = zip(*(_fastest(least, *told, by_host) for by_host in (False, True)), strict=True)
         best += [*dict.fromkeys(chain(*by_turns))][:_TRIED]
     return best
 
@@ -475,13 +497,16 @@ _Alike = tuple[Candidate, ...]
 
 
 def _fastest(
-    kinds: Iterable[_Alike], model: ModelShape, cluster: Cluster, siblings: int, sequence: SequenceShape, by_host: bool
-) -> list[Candidate]:
-    """The fastest of as many of these as are tried, in order. No others are looked at than may be among them."""
-    least = {}
-    for alike in kinds:
-        ways = least_computing(alike, model, sequence, cluster.kernels, together=False)
-        least[alike] = sum(max(way.seconds, way.host * by_host) for way in ways) * (1 - 1e-9)
+    computing: Mapping[_Alike, list[Spent]], model: ModelShape, cluster: Cluster, siblings: int,
+    sequence: SequenceShape, by_host: bool,
+) -> list[Candidate]:  # fmt: skip
+    """The fastest of as many of these as are tried, in order, by what they compute at least. No others are looked at
+    than may be among them.
+    """
+    least = {
+        alike: sum(max(way.seconds, way.host * by_host) for way in ways) * (1 - 1e-9)
+        for alike, ways in computing.items()
+    }
     found: list[tuple[tuple[float, ...], int, Candidate]] = []
     for number, alike in enumerate(sorted(least, key=least.__getitem__)):
         if number >= _TRIED and least[alike] > found[_TRIED - 1][0][0]:

@@ -98,18 +98,20 @@ def division_memory(division: Division, model: ModelShape, sequence: SequenceSha
     return _most(_Layer(division, model, sequence))
 
 
-def least_memory(division: Division, model: ModelShape, sequence: SequenceShape) -> int:
+def least_memory(division: Division, model: ModelShape, sequence: SequenceShape, *, of_first: bool = False) -> int:
     """The same, but for what computing takes beside: quick to say, and never more than :func:`division_memory`'s peak.
 
     Args:
         division: how ranks are divided.
         model: whose layers.
         sequence: what a context group takes at a time.
+        of_first: of the ranks of a pipeline's first stage alone, which has no less where the last has less layers.
 
     Returns:
         The bytes.
     """
-    return _most(_Layer(division, model, sequence, is_least=True)).peak
+    layer = _Layer(division, model, sequence, is_least=True)
+    return (_of_rank(layer, 0) if of_first else _most(layer)).peak
 
 
 def _most(layer: "_Layer") -> StackMemory:
