@@ -69,7 +69,7 @@ class Curve(NamedTuple):
     """One run by step: losses, gradient norms computed in float64 and as torchtitan reports them.
 
     And how many tokens were seen as torchtitan reports them, and how often, after the first step, attention sent round
-    the ring or exchanged in the team.
+    the ring or exchanged in the team, and something was compiled.
     """
 
     losses: list[float]
@@ -77,6 +77,7 @@ class Curve(NamedTuple):
     reported: list[float]
     tokens: list[int]
     sent: int
+    compiled: int = 0
 
 
 class Size(NamedTuple):
@@ -138,6 +139,11 @@ SIZES = {
     "2x2, FSDP 2": Size(context(4, 2, "--parallelism.data_parallel_shard_degree 2"), 8, SEQUENCES // 2),
     "2x2, HSDP 2": Size(context(4, 2, "--parallelism.data_parallel_replicate_degree 2"), 8, SEQUENCES // 2),
 }
+BY_DOCUMENT = "--parallelism.context_parallel_load_balancer document_headtail"
+SIZES |= {
+    f"{name}, by document": SIZES[name]._replace(options=f"{SIZES[name].options} {BY_DOCUMENT}")
+    for name in ("ring 4", "2x2", "ulysses 2 x ring 2", "ring 2, TP 2", "ring 2, FSDP 2")
+}
 AOT = "--compile.enable --compile.backend aot_eager"
 INDUCTOR = "--compile.enable"
 
@@ -183,12 +189,14 @@ def train(
     from torchtitan.distributed.utils import clip_grad_norm_
 
     curve = Curve([], [], [], [], sent=0)
+    graphs: list[int] = []
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def log(step: int, loss: float, _: float, norm: float, *, extra_metrics: dict[str, Any]) -> None:
         curve.losses.append(loss)
         curve.reported.append(norm)
         curve.tokens.append(int(extra_metrics["n_tokens_seen"]))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         # What compilers trace in the first step is not sent.
         if step == 1:
             profile.start()
@@ -212,6 +220,7 @@ def train(
         trainer.metrics_processor.log = log
         trainer.train()
     trainer.close()
+    curve = curve._replace(compiled=graphs[-1] - graphs[0])
     return curve._replace(sent=exchanges(profile)) if len(curve.losses) == STEPS else curve
 
 
@@ -219,9 +228,21 @@ def refusal_of_training(options: str, patches: dict[str, Callable[..., Any]]) ->
     """What this rank says in training."""
     try:
         train(options, patches)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"
+
+
+def two_documents_on_a_rank(sequences: Any, _: int) -> torch.Tensor:
+    """Takes the place of what says positions, of one document elsewhere."""
+    whole = torch.arange(sequences.length)
+    return whole % (sequences.length // 2) if dist.get_rank() == 1 else whole
+
+
+def fractions_on_a_rank(sequences: Any, _: int) -> torch.Tensor:
+    """The same."""
+    whole = torch.arange(sequences.length)
+    return whole / 2 if dist.get_rank() == 1 else whole
 
 
 def exchanges(profile: torch.profiler.profile) -> int:
@@ -376,6 +397,11 @@ def deal_head_tail(*arguments: Any) -> Any:
     return prepare_context_parallel_input(*first, "headtail", key)
 
 
+def deal_as_one_document(x: torch.Tensor, order: TokenOrder, *, dim: int, document_ids: torch.Tensor) -> torch.Tensor:
+    """What the recipe's Trainer calls, whatever the documents."""
+    return shard_sequence(x, order, dim=dim, document_ids=torch.zeros_like(document_ids))
+
+
 # The tests.
 
 
@@ -462,6 +488,14 @@ CASES = [
     ("2x2", AOT, "full"),
     ("ring 2, TP 2", AOT, "selective"),
     ("2x2", INDUCTOR, "selective"),
+    ("ring 4, by document", "", "none"),
+    ("2x2, by document", "", "full"),
+    ("ulysses 2 x ring 2, by document", "", "selective"),
+    ("ring 2, TP 2, by document", "", "selective"),
+    ("ring 2, FSDP 2, by document", "", "none"),
+    ("ring 4, by document", AOT, "full"),
+    ("2x2, by document", AOT, "selective"),
+    ("2x2, by document", INDUCTOR, "none"),
 ]
 
 
@@ -477,6 +511,7 @@ def name_part(part: str) -> str:
             ("ring 4", "", "none"),
             ("ulysses 2, TP 2", "", "selective"),
             ("ring 2, FSDP 2", AOT, "full"),
+            ("2x2, by document", AOT, "selective"),
         },
     ),
     ids=name_part,
@@ -502,9 +537,13 @@ def assert_trains_alike(
     )
     assert_equal(curves, alone)
     assert {curve.sent for curve in curves} == {SIZES[size].sends(layers)}
+    assert {curve.compiled for curve in curves} == {0}  # though documents are others in every step
 
 
-@pytest.mark.parametrize("then", few(["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2", "ring 2, TP 2"], {"ring 2, TP 2"}))
+@pytest.mark.parametrize(
+    "then",
+    few(["ring 2, FSDP 2", "2x2", "ulysses 2 x ring 2", "ring 2, TP 2", "2x2, by document"], {"ring 2, TP 2"}),
+)
 def test_a_checkpoint_is_resumed(titans, alone: Curve, tmp_path: Path, then: str) -> None:
     assert_resumes(titans, alone, tmp_path, SIZES["ring 2, FSDP 2"], SIZES[then])
 
@@ -687,6 +726,11 @@ def test_meshes_fit_the_balancer(titans) -> None:
         pytest.param(
             "None", {"torchtitan.trainer.prepare_context_parallel_input": deal_head_tail}, marks=pytest.mark.whole
         ),
+        pytest.param(
+            "document_headtail",
+            {"recipes.torchtitan.trainer.shard_sequence": deal_as_one_document},
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch: dict) -> None:
@@ -707,6 +751,26 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
 
 
 @pytest.mark.parametrize(
+    ("balancer", "positions", "message"),
+    [
+        ("document_headtail", two_documents_on_a_rank, "the positions of Documents must be the same on every rank"),
+        ("document_headtail", fractions_on_a_rank, "positions must be a tensor of int64 or int32, got torch.float32"),
+        pytest.param(
+            "headtail", fractions_on_a_rank, "positions must be a tensor of int64 or int32", marks=pytest.mark.whole
+        ),
+    ],
+)
+def test_what_a_rank_cannot_deal_out_all_refuse(
+    titans, balancer: str, positions: Callable[..., Any], message: str
+) -> None:
+    options = f"{SIZES['2x2'].options} --parallelism.context_parallel_load_balancer {balancer}"
+    for said in titans(4).run(
+        refusal_of_training, options, {"recipes.torchtitan.text._Sequences._positions": positions}
+    ):
+        assert message in said
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
@@ -719,7 +783,10 @@ def test_a_wrong_token_order_is_seen(titans, alone: Curve, balancer: str, patch:
         (context(1, 2), "got 1 and 1 x any x 2"),
         (context(4, 0), "must be at least 1, got 1, None and 0"),
         (context(4, 1, "--parallelism.context_parallel_ulysses 0"), "must be at least 1, got 0, None and 1"),
-        (context(4, 2, "--parallelism.context_parallel_load_balancer ptrr"), "must be one of headtail, None, got ptrr"),
+        (
+            context(4, 2, "--parallelism.context_parallel_load_balancer ptrr"),
+            "must be one of headtail, document_headtail, None, got ptrr",
+        ),
         (
             context(4, 2, "--parallelism.spmd_backend spmd_types"),
             "spmd_backend must be partial_dtensor, got spmd_types",
@@ -792,6 +859,11 @@ def test_parts_that_are_refused(titans) -> None:
             "--dataloader.documents does not go with ScaledDotProductAttention, in which tokens see those of other",
         ),
         (
+            context(4, 2, f"--dataloader.no-documents {BY_DOCUMENT}"),
+            "sdpa",
+            "--parallelism.context_parallel_load_balancer document_headtail does not go with ScaledDotProductAttention",
+        ),
+        (
             context(4, 2, "--dataloader.no-documents"),
             "mixed",
             "layers have FlexAttention and ScaledDotProductAttention, not all of which are told documents",
@@ -860,13 +932,15 @@ def test_expert_parallelism_beside_context_parallelism(titans, size: str, expert
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("balancer", ["headtail", "document_headtail"])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_pipelines_beside_context_parallelism(titans, schedule: str) -> None:
+def test_pipelines_beside_context_parallelism(titans, schedule: str, balancer: str) -> None:
     """Two stages of two ranks, with torchtitan's own schedules; the last stage knows the loss."""
     options = f"--training.local_batch_size {SEQUENCES} activation-checkpoint:none"
     (alone,) = titans(1).run(train, options, {}, draw_by_name, 4)
     pipeline = f"--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule {schedule}"
-    curves = titans(4).run(train, f"{context(2, 1)} {pipeline} {options}", {}, draw_by_name, 4)
+    dealt = f"--parallelism.context_parallel_load_balancer {balancer}"
+    curves = titans(4).run(train, f"{context(2, 1)} {pipeline} {dealt} {options}", {}, draw_by_name, 4)
     last = [curve for curve in curves if min(curve.losses) > 0]
     assert len(last) == 2
     assert worst_error((curve.losses, alone.losses) for curve in last) < 1e-5

@@ -10,7 +10,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from recipes.torchtitan.checkpointing import FullACSavingAttention, SelectiveACSavingAttention
-from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
+from recipes.torchtitan.settings import BY_DOCUMENT, ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import is_cpu
 from wallfacer_dt.kernels.registry import check_kernel
 
@@ -33,14 +33,7 @@ def check_config(config: Trainer.Config) -> None:
     _check_sizes(config.training)
     _check_length(config.training.seq_len, parallelism)
     _check_chunks(config)
-    model = config.model_spec and config.model_spec.model
-    if getattr(config.dataloader, "documents", False) and isinstance(model, Decoder.Config):
-        for kind, is_told in inner_attentions(model).items():
-            if not is_told:
-                raise ValueError(
-                    f"--dataloader.documents does not go with {kind}, in which tokens see those of other documents: "
-                    "take FlexAttention or VarlenAttention, or leave it out"
-                )
+    _check_documents(config)
     if config.training.enable_cpu_offload and is_cpu():
         raise ValueError("--training.enable_cpu_offload has no device to offload from here: leave it out")
     ac = config.activation_checkpoint
@@ -62,6 +55,24 @@ def inner_attentions(model: Decoder.Config) -> dict[str, bool]:
     found = (getattr(layer.attention, "inner_attention", None) for layer in model.layers)
     masked = FlexAttention.Config, VarlenAttention.Config
     return {type(one).__qualname__.partition(".")[0]: isinstance(one, masked) for one in found if one is not None}
+
+
+def _check_documents(config: Trainer.Config) -> None:
+    """Refuse what is about documents where attention is told none."""
+    model = config.model_spec and config.model_spec.model
+    kinds = inner_attentions(model) if isinstance(model, Decoder.Config) else {}
+    untold = [kind for kind, is_told in kinds.items() if not is_told]
+    balancer = config.parallelism.context_parallel_load_balancer
+    asked = {
+        "--dataloader.documents": getattr(config.dataloader, "documents", False),
+        f"--parallelism.context_parallel_load_balancer {BY_DOCUMENT}": balancer == BY_DOCUMENT,
+    }
+    for option, is_set in asked.items():
+        if is_set and untold:
+            raise ValueError(
+                f"{option} does not go with {untold[0]}, in which tokens see those of other documents: take "
+                "FlexAttention or VarlenAttention, or leave it out"
+            )
 
 
 def _check_parallelism(parallelism: ContextParallelism) -> None:
@@ -102,10 +113,10 @@ def _check_sizes(training: TrainingConfig) -> None:
 def _check_length(length: int, parallelism: ContextParallelism) -> None:
     """Of other lengths ranks would hold different numbers of tokens; torchtitan's load balancer only asserts."""
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    is_balanced = parallelism.context_parallel_load_balancer is not None
-    divisor = context * tensor * (2 if is_balanced else 1)
+    takes_parts = parallelism.context_parallel_load_balancer == "headtail"
+    divisor = context * tensor * (2 if takes_parts else 1)
     if context > 1 and length % divisor:
-        parts = ", each of which headtail deals two parts" if is_balanced else ""
+        parts = ", each of which headtail deals two parts" if takes_parts else ""
         others = f", {tensor} of tensor parallelism" if tensor > 1 else ""
         raise ValueError(
             f"--training.seq_len must be a multiple of {divisor} ({context} ranks of context parallelism{parts}"

@@ -17,7 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from recipes.torchtitan.check import inner_attentions
-from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
+from recipes.torchtitan.settings import BY_DOCUMENT, ORDERS, ContextParallelism, context_sizes
 from recipes.torchtitan.shim import fit_fsdp_to_gloo
 from wallfacer_dt import TokenOrder, sequence_positions
 from wallfacer_dt.integrations.torchtitan import context_parallel
@@ -65,7 +65,7 @@ def parallelize(
 
 
 def apply_context_parallel(model: Decoder, cp: DeviceMesh, parallelism: ContextParallelism, length: int) -> None:
-    """Replace the model's attention by context-parallel attention over torchtitan's axis `cp`.
+    """Replace the model's attention by context-parallel attention over torchtitan's axis `cp`, and give it its order.
 
     Before tensor parallelism, whose wrapper then hands attention the local heads as plain tensors.
 
@@ -85,7 +85,8 @@ def apply_context_parallel(model: Decoder, cp: DeviceMesh, parallelism: ContextP
     balancer = parallelism.context_parallel_load_balancer
     mesh = context_mesh_of(cp, sizes, balancer)
     order = TokenOrder(ORDERS[balancer], mesh)
-    check_token_order(cp, order, length, balancer)
+    if balancer != BY_DOCUMENT:
+        check_token_order(cp, order, length, balancer)
     context_parallel(
         model,
         mesh,
@@ -95,6 +96,8 @@ def apply_context_parallel(model: Decoder, cp: DeviceMesh, parallelism: ContextP
         rotate_forward=parallelism.context_parallel_rotate_forward,
         kernel=parallelism.context_parallel_kernel,
     )
+    # For the Trainer, which deals tokens out.
+    model.token_order = order  # pyrefly: ignore[bad-argument-type]
     ulysses, ring, team = sizes
     logger.info(f"Applied context parallelism: ulysses {ulysses} x ring {ring} x team {team}, order {order.name}")
 

@@ -7,8 +7,11 @@ from torchtitan.config import ParallelismConfig
 
 from wallfacer_dt.algorithms.schedule import ScheduleName
 
-# The order of this package in which each of torchtitan's load balancers deals tokens out.
-ORDERS = {"headtail": "head_tail", None: "contiguous"}
+BY_DOCUMENT = "document_headtail"
+"""The load balancer that torchtitan does not have: the Trainer of this recipe deals its tokens out."""
+
+# The order of this package in which each load balancer deals tokens out.
+ORDERS = {"headtail": "head_tail", BY_DOCUMENT: "document_head_tail", None: "contiguous"}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,8 +8,10 @@ from torchtitan.trainer import Trainer
 
 from recipes.torchtitan.check import check_config
 from recipes.torchtitan.checkpointing import ActivationCheckpointing, SelectiveACSavingAttention
-from recipes.torchtitan.settings import ContextParallelism
+from recipes.torchtitan.settings import BY_DOCUMENT, ContextParallelism
 from recipes.torchtitan.text import TextLoader
+from wallfacer_dt import TokenOrder, shard_sequence
+from wallfacer_dt.agreement.agree import refusing_together
 from wallfacer_dt.integrations.torchtitan import Documents
 
 
@@ -70,7 +72,27 @@ class ContextTrainer(Trainer):
             raise ValueError(
                 f"{type(self.dataloader).__name__} gives no positions, of which a model needs the sequence's"
             )
-        inputs, labels, others = super().post_dataloading_process(input_dict, labels)
-        if self.parallel_dims.cp_enabled and "attention_masks" in others:  # where torchtitan makes masks of its own
-            others["attention_masks"] = Documents.of(input_dict["positions"])
+        if not self.parallel_dims.cp_enabled:
+            return super().post_dataloading_process(input_dict, labels)
+        # Of the part that is called first, where others hear of what a rank refuses here.
+        order = self.model_parts[0].token_order
+        assert isinstance(order, TokenOrder)
+        with refusing_together(order.mesh_name):
+            if self.config.parallelism.context_parallel_load_balancer == BY_DOCUMENT:
+                return self._dealt_by_document(input_dict, labels, order)
+            inputs, labels, others = super().post_dataloading_process(input_dict, labels)
+            if "attention_masks" in others:  # where torchtitan makes masks of its own
+                others["attention_masks"] = Documents.of(input_dict["positions"])
         return inputs, labels, others
+
+    def _dealt_by_document(
+        self, input_dict: dict[str, Tensor], labels: Tensor, order: TokenOrder
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The same in an order that none of torchtitan's load balancers has: every document head-tail by itself."""
+        documents = Documents.of(input_dict["positions"])
+        dealt = input_dict | {"labels": labels}
+        for name in ("input", "positions", "labels"):
+            dealt[name] = shard_sequence(dealt[name], order, dim=1, document_ids=documents.ids)
+        inputs, labels = dealt.pop("input"), dealt.pop("labels")
+        self.ntokens_seen += labels.numel()
+        return inputs, labels, {**dealt, "attention_masks": documents}

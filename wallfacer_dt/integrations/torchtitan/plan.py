@@ -28,7 +28,8 @@ def context_plan(model: nn.Module, *, order: TokenOrder, **options: Unpack[PlanO
     Args:
         model: of torchtitan.
         order: in which tokens are dealt out. Torchtitan's load balancer ``"headtail"`` deals them out in
-            ``"head_tail"``, its ``None`` in ``"contiguous"``.
+            ``"head_tail"``, its ``None`` in ``"contiguous"``; in ``"document_head_tail"`` none of them does, but
+            :func:`wallfacer_dt.shard_sequence` told the ids of :class:`Documents`.
         **options: ``check`` as :func:`wallfacer_dt.plans.llama3_plan` has it, and as
             :class:`wallfacer_dt.AttentionOptions` has them ``schedule``, ``rotate``, ``rotate_forward`` and ``kernel``.
 
