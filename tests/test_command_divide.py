@@ -198,11 +198,14 @@ def test_flags_are_torchtitans() -> None:
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed.parallel_dims import ParallelDims
 
-    from recipes.torchtitan.settings import ContextParallelism, context_sizes
+    from recipes.torchtitan.settings import ORDERS, ContextParallelism, context_sizes
 
     known = {"parallelism": ContextParallelism, "training": TrainingConfig}
     dealt = Division(Candidate(1, 1, 2, order="head_tail"), 1, 4, 2, expert=4)
-    for division, dtype in ((FIRST, torch.bfloat16), (SECOND, torch.float32), (dealt, torch.bfloat16)):
+    by_document = replace(FIRST, context=replace(FIRST.context, order="document_head_tail"))
+    for division, dtype in (
+        (FIRST, torch.bfloat16), (SECOND, torch.float32), (dealt, torch.bfloat16), (by_document, torch.bfloat16),
+    ):  # fmt: skip
         sequence = replace(SMALL.sequence, dtype=dtype)
         lines = flags_of(replace(SMALL, sequence=sequence, ranked=(ranked(division, 1.0, ""),))).splitlines()
         flags = dict(re.match(r"--(\S+) (\S+)", line).groups() for line in lines if line.startswith("--"))
@@ -220,14 +223,14 @@ def test_flags_are_torchtitans() -> None:
         assert context_sizes(settings) == division.context.axes
         assert settings.expert_parallel_degree == division.expert
         ParallelDims.from_config(settings, 16)  # which refuses what does not make up the ranks
-        assert settings.context_parallel_load_balancer == "headtail"
+        assert ORDERS[settings.context_parallel_load_balancer] == division.context.order
         rounds = division.microbatches if division.pipeline == 1 else 1
         assert found["local_batch_size"] * division.data * rounds == found["global_batch_size"] == 8
         assert found["seq_len"] == 4096
         training = TrainingConfig(**{name: found[name] for name in found if name == "mixed_precision_param"})
         assert training.mixed_precision_param == str(dtype).removeprefix("torch.")
         assert lines[-1].startswith(("activation-checkpoint:", "# "))
-        assert f"activation-checkpoint:{'full' if division is FIRST else 'none'}" in lines
+        assert f"activation-checkpoint:{'full' if division in (FIRST, by_document) else 'none'}" in lines
         assert [line.endswith("\\") for line in lines if line.startswith("--")] == [True] * len(flags)
 
 
@@ -284,7 +287,11 @@ def test_stages_of_torchtitan_have_the_layers_that_were_planned(layers: int, ran
             "torchtitan trains in bfloat16 or float32, not in float16",
         ),
         (Division(Candidate(4, 1, 4, order="head_tail")), {}, "the recipe places ranks ulysses in node, this"),
-        (Division(Candidate(16, order="document_head_tail")), {}, "the recipe has no token order document_head_tail"),
+        (
+            Division(Candidate(4, 1, 4, order="document_head_tail")),
+            {},
+            "the recipe places ranks ulysses in node, this",
+        ),
         (
             FIRST, {"sequence": SequenceShape(4096, is_causal=True, documents=(100,))},
             "documents are the loader's to tell: of a text's paragraphs --dataloader.documents",

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.planning.candidates import node_of
 from wallfacer_dt.planning.dividing import DivisionPlan
 
-_BALANCERS = {"head_tail": "headtail", "contiguous": "None"}
+_BALANCERS = {"head_tail": "headtail", BY_DOCUMENT: "document_headtail", "contiguous": "None"}
 _CHECKPOINTS = {"none": "none", "attention": "full", "full": "full"}
 
 
@@ -36,9 +37,8 @@ def flags_of(plan: DivisionPlan) -> str:
         "context_parallel_schedule": context.schedule,
         "context_parallel_rotate": context.rotate,
         "context_parallel_rotate_forward": context.rotate_forward,
+        "context_parallel_load_balancer": _BALANCERS[context.order],
     }
-    if context.order in _BALANCERS:
-        parallelism["context_parallel_load_balancer"] = _BALANCERS[context.order]
     if plan.cluster.kernels.attention != "auto":
         parallelism["context_parallel_kernel"] = shlex.quote(plan.cluster.kernels.attention)
     if it.expert > 1:
@@ -81,8 +81,6 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
         yield "the recipe saves attention in every mode, which takes more memory than this plan"
     if not plan.sequence.is_causal:
         yield "the recipe's language models are causal, and it has no option for a full mask"
-    if context.order not in _BALANCERS:
-        yield f"the recipe has no token order {context.order}: plan with --only order=head_tail"
     if plan.sequence.documents:
         yield "documents are the loader's to tell: of a text's paragraphs --dataloader.documents"
     if plan.sequence.dtype == torch.float16:
@@ -93,7 +91,7 @@ def _notes(plan: DivisionPlan) -> Iterator[str]:
     divisor = math.lcm(it.tensor * (2 * context.size if context.size > 1 else 1), it.loss_chunks * context.size)
     if plan.sequence.length % divisor:
         yield f"torchtitan needs sequences that {divisor} divides"
-    placement = "ulysses_in_node" if context.order == "head_tail" else "team_in_node"
+    placement = "team_in_node" if context.order == "contiguous" else "ulysses_in_node"
     members = it.groups(plan.cluster)["context"].members
     if (node_of(context, members) != node_of(replace(context, placement=placement), members)).any():
         yield f"the recipe places ranks {placement.replace('_', ' ')}, this plan {context.placement.replace('_', ' ')}"
