@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from wallfacer_dt.testing import RankPool, worst_error
 
 NOT_RUN = "not run"
 LENGTH, VOCAB, EXPERTS, WINDOW = 64, 96, 8, 13
-ORDERS = {"ring 4": "head_tail", "ring 2 x team 2": "head_tail", "Ulysses 2 x ring 2": "contiguous"}
+ORDERS = {"ring 4": "head_tail", "ring 2 x team 2": "document_head_tail", "Ulysses 2 x ring 2": "contiguous"}
 # Positions as torchtitan's loaders count them; the first row begins in the middle of a document.
 DOCUMENTS = ((23, 30, 11), (7, 57))
 FLUX = "not causal, text and image"
@@ -216,7 +217,7 @@ def try_model(name: str, keys: list[Key], dropped: str = "", metp: bool = False)
 
     for mesh_name, packed in keys:
         mesh = context_mesh("cpu", **MESHES[mesh_name])
-        order = TokenOrder(ORDERS[mesh_name], mesh)
+        order = TokenOrder(ORDERS[mesh_name] if packed else ORDERS[mesh_name].removeprefix("document_"), mesh)
         batch = batch_of(model, bool(packed))
         sharded = copy.deepcopy(model)
         with (
@@ -275,12 +276,12 @@ def compared(model: nn.Module, order: TokenOrder, batch: Batch, loss: Tensor, ex
     """What differs on this mesh."""
     from wallfacer_dt.integrations.torchtitan import Documents
 
-    inputs: dict[str, Any] = {
-        name: x if name in ("timesteps", "y") else shard_sequence(x, order, dim=1) for name, x in batch.inputs.items()
-    }
-    if "positions" in inputs:
-        inputs["attention_masks"] = Documents.of(batch.inputs["positions"])
-    found = loss_of(model, inputs, shard_sequence(batch.target, order, dim=1)) / batch.count
+    documents = Documents.of(batch.inputs["positions"]) if "positions" in batch.inputs else None
+    deal = partial(shard_sequence, order=order, dim=1, document_ids=documents and documents.ids)
+    inputs: dict[str, Any] = {name: x if name in ("timesteps", "y") else deal(x) for name, x in batch.inputs.items()}
+    if documents:
+        inputs["attention_masks"] = documents
+    found = loss_of(model, inputs, deal(batch.target)) / batch.count
     found.backward()
     grads = gradients(model)
     add_up([found := found.detach(), *(g for g in grads.values() if not isinstance(g, DTensor))])
@@ -341,7 +342,8 @@ torchtitan makes (`BlockMask`, `VarlenMetadata`), written out. Experts, which to
 float32 on both sides. **packed**: documents of 23, 30 and 11 and of 7 and 57 tokens. **refused** was run too: every
 rank raised what is quoted below; **not run** needs a package whose kernels are CUDA's.
 
-Orders of tokens are `head_tail` on a ring and on rings and teams, and `contiguous` with Ulysses.
+Orders of tokens are `head_tail` on a ring, `head_tail` and packed `document_head_tail` on rings and teams, and
+`contiguous` with Ulysses.
 
 {head}
 {lines}
