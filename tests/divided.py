@@ -35,6 +35,8 @@ def divided(draw: st.DrawFn, **fixed: object) -> Layer:
     )
     if draw(st.integers(0, 3)) == 0:
         model = replace(model, experts=4, experts_per_token=draw(st.integers(1, 4)))
+        if dense := draw(st.integers(0, 3)):
+            model = replace(model, dense_layers=dense, dense_ffn=draw(st.sampled_from([64, 1000])))
     sequence = replace(
         SEQUENCE, dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])), is_causal=draw(st.booleans())
     )

@@ -279,7 +279,8 @@ class Stack(nn.Module):
 
     def __init__(self, model: ModelShape, dtype: torch.dtype, how: str, expert: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(model, dtype, expert) for _ in range(model.layers))
+        kinds = [kind for kind, layers in model.kinds for _ in range(layers)]
+        self.layers = nn.ModuleList(Layer(model.of(kind), dtype, expert) for kind in kinds)
         self.how = how
         self.embedding = nn.Embedding(model.vocab, model.hidden, dtype=dtype)
         self.norm = Norm(model.hidden, dtype=dtype)

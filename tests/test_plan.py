@@ -53,6 +53,7 @@ from wallfacer_dt.testing.fake import fake_world
 FAST = Link(1e40)
 FREE = Kernels(1e30, 1e30, 1e30, 0.0, 1e40, launch=0.0)
 MODEL = ModelShape(hidden=1024, heads=16)
+EXPERTS = ModelShape(64, 8, ffn=8, layers=2, experts=2, experts_per_token=1)
 SEQUENCE = SequenceShape(4096, dtype=torch.float32)
 
 
@@ -999,6 +1000,11 @@ def test_what_is_run_is_of_different_meshes_or_schedules() -> None:
         (lambda: ModelShape(hidden=64, heads=0), "heads must be at least 1, got 0"),
         (lambda: ModelShape(64, 8, value_dim=0), "value_dim must be at least 1, got 0"),
         (lambda: ModelShape(64, 8, ffn=8, shared_ffn=8), "shared_ffn must be 0 where experts are, got 8"),
+        (lambda: ModelShape(64, 8, ffn=8, dense_layers=1), "dense_layers must be 0 where experts are, got 1"),
+        (lambda: replace(EXPERTS, dense_layers=2, dense_ffn=8), "dense_layers must be below layers, got 2 and 2"),
+        (lambda: replace(EXPERTS, dense_layers=1), "dense_ffn must be above 0 where dense_layers are, .*, got 0 and 1"),
+        (lambda: replace(EXPERTS, dense_ffn=8), "dense_ffn must be above 0 where dense_layers are, .*, got 8 and 0"),
+        (lambda: replace(EXPERTS, dense_layers=-1), "dense_layers must be at least 0, got -1"),
         (lambda: ModelShape(64, 8, rotary_dim=4), "q_rank and rotary_dim must be 0 where kv_rank is, got 0, 4"),
         (lambda: ModelShape(64, 8, 4, kv_rank=4), "kv_heads must equal heads where keys come of a latent, got 4 and 8"),
         (

@@ -40,8 +40,15 @@ from wallfacer_dt.planning.known_models import MODELS
 from wallfacer_dt.planning.layer import Layer
 from wallfacer_dt.planning.only import GROUPS, Only, has
 from wallfacer_dt.planning.predict import least_computing, predict_division
-from wallfacer_dt.planning.stack import _between_stages, _Layer, division_memory, least_memory, stack_memory
-from wallfacer_dt.planning.step import beside_attention
+from wallfacer_dt.planning.stack import (
+    _between_stages,
+    _Layer,
+    division_memory,
+    least_memory,
+    rank_weights,
+    stack_memory,
+)
+from wallfacer_dt.planning.step import _once, beside_attention, simulated_step
 from wallfacer_dt.testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -216,6 +223,64 @@ def test_experts_take_the_time_of_those_that_a_token_goes_to_and_the_memory_of_a
     assert memory.gathered > by_all.gathered
 
 
+def test_stages_have_first_layers_without_experts_or_not() -> None:
+    """Of eight layers the first five; two ranks of two stages each, or four, or one."""
+    model = replace(MODEL, layers=8, vocab=0, ffn=64, experts=4, experts_per_token=2, dense_layers=5, dense_ffn=500)
+    one = Division(Candidate(1), microbatches=4)
+    assert one.rank_kinds(model) == one.stage_kinds(model) == ((("dense", 5), ("layer", 3)),)
+    four, two = replace(one, pipeline=4), replace(one, pipeline=2, interleave=2)
+    stages = (("dense", 2),), (("dense", 2),), (("dense", 1), ("layer", 1)), (("layer", 2),)
+    assert four.stage_layers(model) == two.stage_layers(model) == (2, 2, 2, 2)
+    assert four.rank_kinds(model) == four.stage_kinds(model) == two.stage_kinds(model) == stages
+    assert two.rank_kinds(model) == ((("dense", 3), ("layer", 1)), (("dense", 2), ("layer", 2)))
+    assert four.fullest_ranks(model) == [0, 2, 3]
+    # Each has the weights of its own, and the steps of a pipeline are as long as the slowest of them.
+    experts = replace(model, layers=2, dense_layers=0, dense_ffn=0)
+    dense = replace(experts, ffn=500, experts=0, experts_per_token=0)
+    each = [rank_weights(one, some, 0) for some in (dense, experts)]
+    assert each == [2 * (some.attention_weights + some.ffn_weights + 2 * 64) for some in (dense, experts)]
+    told = [rank_weights(four, model, rank) for rank in range(4)]
+    assert told == [each[0], each[0], sum(each) / 2, each[1]]
+    # In its backward a stage of both keeps what layers of each do; the first holds most activations of layers that are
+    # alike.
+    kept = [division_memory(one, some, SEQUENCE).kept for some in (dense, experts)]
+    assert division_memory(one, model, SEQUENCE).kept == (5 * kept[0] + 3 * kept[1]) / 2
+    assert kept[0] > 1.2 * kept[1]
+    x = 256 * MODEL.hidden * 2
+    staged = division_memory(four, model, SEQUENCE)
+    assert staged.kept == 4 * kept[0] + (4 + 4) * x
+    assert staged.weights == 2 * each[0]
+    # With many experts it is the last stage's weights that count, whose activations are there once.
+    many = replace(model, experts=64, ffn=256)
+    last = replace(experts, experts=64, ffn=256)
+    staged = division_memory(four, many, SEQUENCE)
+    assert staged.weights == 2 * rank_weights(one, last, 0)
+    assert staged.kept == division_memory(one, last, SEQUENCE).kept + (4 - 1) * x
+
+
+@pytest.mark.parametrize("dense_ffn", [64, 3000])
+def test_the_stage_that_is_slowest_may_be_of_first_layers(dense_ffn: int) -> None:
+    """A step takes all stages once, and the slowest three times more."""
+    model = replace(
+        MODEL, layers=4, vocab=0, ffn=64, experts=4, experts_per_token=2, dense_layers=2, dense_ffn=dense_ffn
+    )
+    where = Cluster(2, 1, Link(1e40), Link(1e40), kernels=KERNELS)
+    halves = Division(Candidate(1), pipeline=2, microbatches=4, last_less=1)
+    assert halves.rank_kinds(model) == ((("dense", 2),), (("layer", 2),))
+    layer = Layer(halves, model, SEQUENCE, where)
+    costs, once = costs_of(layer), sum(_once(layer))
+    steps = simulated_step(layer, costs[0].ways)
+    slowest = max(steps, key=lambda rank: steps[rank].seconds)
+    found = predict_division(halves, model, SEQUENCE, where, *costs)
+    assert found.pipeline_rank == slowest == (0 if dense_ffn == 3000 else 1)
+    stages = []
+    for some in (model.of("dense"), replace(model, dense_layers=0, dense_ffn=0)):
+        alone = Layer(Division(Candidate(1)), replace(some, layers=2), SEQUENCE, where)
+        stages.append(simulated_step(alone, costs[0].ways)[0].seconds - sum(_once(alone)))
+    assert found.seconds == pytest.approx(sum(stages) + 3 * max(stages) + once)
+    assert found.compute == pytest.approx(4 * max(stages) + once)
+
+
 @pytest.mark.parametrize(("length", "is_dealt"), [(256, True), (16384, False)])
 def test_experts_are_dealt_out_where_gathering_them_takes_longer(length: int, is_dealt: bool) -> None:
     """Than sending their tokens, which may be few or many."""
@@ -276,11 +341,13 @@ def test_memory_is_at_least_its_least(layer: Layer) -> None:
     memory = division_memory(division, model, sequence)
     assert least_memory(division, model, sequence) <= memory.peak
     assert min(memory.weights, memory.gradients, memory.optimizer, memory.kept, memory.working) >= 0
-    # All ranks together have every weight.
-    elements = model.layers * (model.attention_weights + model.ffn_weights + 2 * model.hidden)
+    # All ranks together have every weight; of stages that are unlike the one told of may have few.
+    layers = sum(n * (model.attention_weights + model.of(kind).ffn_weights) for kind, n in model.kinds)
+    elements = layers + model.layers * 2 * model.hidden
     elements += 2 * model.vocab * model.hidden
     shares = division.tensor * division.weight_ranks * division.pipeline
-    assert memory.weights * shares >= elements * sequence.dtype.itemsize * (1 - 0.5 * (division.pipeline > 1))
+    if division.pipeline == 1 or not model.dense_layers:
+        assert memory.weights * shares >= elements * sequence.dtype.itemsize * (1 - 0.5 * (division.pipeline > 1))
     parts = (1, 1, 2) if sequence.dtype == torch.float32 else (1, 1, 6)
     assert (memory.gradients, memory.optimizer) == (memory.weights * parts[1], memory.weights * parts[2])
     assert (memory.gathered == 0) == (division.weight_ranks == 1)
@@ -458,7 +525,7 @@ def test_of_stages_that_with_most_layers_without_a_window_counts(pipeline: int, 
     causal=st.booleans(),
     window=st.sampled_from([None, 20, 100]),
     launch=HOSTS,
-    experts=st.sampled_from([0, 0, 4]),
+    experts=st.sampled_from([0, 0, 4]), dense=st.sampled_from([0, 1, 3]),
     windowed=st.sampled_from([None, None, 1]),
     only=st.sampled_from([
         {}, {}, {"checkpoint": "full"}, {"ring": 2, "rotate": "kv"}, {"tensor": 1, "team": 2},
@@ -471,7 +538,7 @@ def test_of_stages_that_with_most_layers_without_a_window_counts(pipeline: int, 
 )  # fmt: skip
 def test_the_chosen_is_the_fastest_that_fits(
     size: tuple[int, int], sequences: int, tight: float, causal: bool, window: int | None, launch: float, experts: int,
-    windowed: int | None, only: dict[str, int | str], layers: int, vocab: int, documents: tuple[int, ...],
+    dense: int, windowed: int | None, only: dict[str, int | str], layers: int, vocab: int, documents: tuple[int, ...],
     has_latents: bool, segments: bool,
 ) -> None:  # fmt: skip
     """Every division with every attention predicted: none that fits, and is asked for, is faster by more than 1% (see
@@ -482,6 +549,8 @@ def test_the_chosen_is_the_fastest_that_fits(
     model = replace(
         MODEL, experts=experts, experts_per_token=experts // 2, windowed_layers=windowed, layers=layers, vocab=vocab
     )
+    if experts and dense:
+        model = replace(model, dense_layers=dense, dense_ffn=500)
     if has_latents:
         latents = {"kv_rank": 16, "q_rank": 24, "rotary_dim": 4, "value_dim": 8, "shared_ffn": experts * 32}
         model = replace(model, kv_heads=model.heads, **latents)

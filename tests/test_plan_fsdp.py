@@ -1,7 +1,7 @@
 """What FSDP2 sends and copies in a step, in the planner and in fact."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.fsdp import Sent, Weights, sent_around, sent_beside
 from wallfacer_dt.planning.layer import Layer
+from wallfacer_dt.planning.model import Kinds
 from wallfacer_dt.planning.step import _ends, beside_attention
 from wallfacer_dt.testing.fake import fake_world
 
@@ -33,10 +34,10 @@ DTYPES = torch.bfloat16, torch.float32
 class Block(nn.Module):
     """A layer's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: int = 32) -> None:
         super().__init__()
         self.attention = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
-        self.gate, self.up, self.down = nn.Linear(16, 32, False), nn.Linear(16, 32, False), nn.Linear(32, 16, False)
+        self.gate, self.up, self.down = (nn.Linear(*sizes, False) for sizes in ((16, units), (16, units), (units, 16)))
 
     def forward(self, x: Tensor) -> Tensor:
         for projection in self.attention:
@@ -47,11 +48,14 @@ class Block(nn.Module):
 class Sharded(nn.Module):
     """Groups of weights as torchtitan has them, but for norms, which the planner leaves out."""
 
-    def __init__(self, replicas: int, ranks: int, dtype: torch.dtype, *, resharded: bool = True) -> None:
+    def __init__(
+        self, replicas: int, ranks: int, dtype: torch.dtype, make: Callable[[], Iterable[nn.Module]], *,
+        resharded: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicas", "shards"))
         self.embedding, self.head = nn.Embedding(96, 16), nn.Linear(16, 96, bias=False)
-        self.layers = nn.ModuleList(Block() for _ in range(MODEL.layers))
+        self.layers = nn.ModuleList(make())
         options: dict[str, Any] = {"mesh": mesh if replicas > 1 else mesh["shards"]}
         options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
         for group in (self.embedding, *self.layers):
@@ -95,11 +99,19 @@ class Watched(TorchDispatchMode):
         return result
 
 
+def blocks() -> Iterator[nn.Module]:
+    """Layers that are alike."""
+    return (Block() for _ in range(MODEL.layers))
+
+
 @contextmanager
-def watched(replicas: int, dtype: torch.dtype, microbatches: int | None = None) -> Iterator[Watched]:
+def watched(
+    replicas: int, dtype: torch.dtype, microbatches: int | None = None,
+    make: Callable[[], Iterable[nn.Module]] = blocks,
+) -> Iterator[Watched]:  # fmt: skip
     """One rank of eight in a step; of so many microbatches as a pipeline has them."""
     with fake_world(8, 1):
-        model = Sharded(replicas, 8 // replicas, dtype, resharded=microbatches is None)
+        model = Sharded(replicas, 8 // replicas, dtype, make, resharded=microbatches is None)
         tokens = torch.zeros(1, 8, dtype=torch.long)
         assert isinstance(model, FSDPModule)
         with Watched() as seen:
@@ -131,19 +143,48 @@ def test_what_fsdp_sends_and_copies(replicas: int, dtype: torch.dtype) -> None:
     sizes = [elements * replicas // 8 for elements in (vocabulary, own)]
     assert seen.sent["replicated"] == [sizes[0], *sizes[1:] * 4, sizes[0]] * (replicas > 1)
     # In the planner: around layers and beside them, but for what the head hides, a layer's weights in the backward.
-    told = sent_in_a_step(MODEL.layers, {"layer": own, "vocabulary": vocabulary})
+    told = sent_in_a_step(MODEL.kinds, {"layer": own, "vocabulary": vocabulary})
     assert told[0] + Counter([own]) == Counter(seen.sent["gathered"])
     assert told[1] == told[2] == Counter(seen.sent["reduced"])
     assert beside_attention(layer)["copies"] == seen.copied
 
 
-def sent_in_a_step(layers: int, sizes: dict[Weights, int]) -> list[Counter[int]]:
+def unlike() -> list[nn.Module]:
+    """Two layers without experts before two with eight."""
+    return [Block(64), Block(64), Dealt(8), Dealt(8)]
+
+
+UNLIKE = replace(MODEL, experts=8, experts_per_token=2, dense_layers=2, dense_ffn=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_fsdp_sends_and_copies_of_first_layers_without_experts(replicas: int, dtype: torch.dtype) -> None:
+    layer = replace(layer_of(Division(Candidate(2), shards=4 // replicas, replicas=replicas), dtype), model=UNLIKE)
+    own, dense, vocabulary = layer.weights[0], layer.of("dense").weights[0], layer.vocabulary
+    assert (own, dense) == (4 * 16 * 16 + 8 * (3 * 16 * 32 + 16), 4 * 16 * 16 + 3 * 16 * 64)
+    with watched(replicas, dtype, make=unlike) as seen:
+        pass
+    row = [dense, dense, own, own]
+    assert seen.sent["gathered"] == [vocabulary, *row, vocabulary, *row[::-1], vocabulary]
+    assert seen.sent["reduced"] == [vocabulary, *row[::-1], vocabulary]
+    told = sent_in_a_step(UNLIKE.kinds, {"layer": own, "dense": dense, "vocabulary": vocabulary})
+    assert told[0] + Counter([own]) == Counter(seen.sent["gathered"])
+    assert told[1] == told[2] == Counter(seen.sent["reduced"])
+    assert beside_attention(layer)["copies"] == seen.copied
+    # What a transfer brings is of the layer whose weights it has, whichever computes.
+    wires = dict(layer.transfers(Sent("dense", "dense", "dense")))
+    assert wires == dict(layer.of("dense").transfers(Sent("dense", "dense", "dense")))
+    assert wires["weights"].nbytes == (8 // replicas - 1) * dense * replicas // 8 * dtype.itemsize
+
+
+def sent_in_a_step(kinds: Kinds, sizes: dict[Weights, int]) -> list[Counter[int]]:
     """Elements that are gathered, reduced and replicated, and how often."""
-    told = [Counter[int]() for _ in Sent._fields]
-    around = Counter(one for some in sent_around(layers, has_vocabulary=True) for one in some)
-    for some in (around, *sent_beside(layers, has_vocabulary=True, has_replicas=True)):
+    told = [Counter[int]() for _ in range(3)]
+    around = Counter(one for some in sent_around(kinds, has_vocabulary=True) for one in some)
+    for some in (around, *sent_beside(kinds, has_vocabulary=True, has_replicas=True)):
         for sent, times in some.items():
-            for weights, counted in zip(sent, told, strict=True):
+            for weights, counted in zip(sent[:3], told, strict=True):
                 counted[sizes.get(weights, 0)] += times * bool(weights)
     return told
 
@@ -292,30 +333,59 @@ class Dealt(nn.Module):
         return x + self.apart(x) * self.router(x).sum(-1, keepdim=True)
 
 
+def alike(layers: int) -> Kinds:
+    return (("layer", layers),)
+
+
 def test_what_is_beside_a_layer_is_of_the_group_before_it_or_after_it() -> None:
     """Of three layers: what comes, what is reduced, and a group later what replicas sum."""
     one, end = "layer", "vocabulary"
     both = {"has_vocabulary": True, "has_replicas": True}
-    forward, backward = sent_beside(3, **both)
+    forward, backward = sent_beside(alike(3), **both)
     assert forward == Counter([Sent(one), Sent(one), Sent(end)])
     assert backward == Counter([Sent(one, end), Sent(one, one, end), Sent(end, one, one)])
-    assert sent_beside(1, **both) == (Counter([Sent(end)]), Counter([Sent(end, end)]))
+    assert sent_beside(alike(1), **both) == (Counter([Sent(end)]), Counter([Sent(end, end)]))
     after = Sent("", end, one), Sent("", "", end)
-    assert sent_around(1, has_vocabulary=True) == ((Sent(end), Sent(one)), (Sent("", one, end), *after))
-    assert sent_around(2, has_vocabulary=True) == ((Sent(end), Sent(one)), (Sent("", one, one), *after))
-    assert sent_around(1, has_vocabulary=False)[1][0] == Sent("", one, one)
-    alike = sent_beside(3, has_vocabulary=False, has_replicas=True)
-    assert alike == (Counter({Sent(one): 3}), Counter({Sent(one, one, one): 3}))
-    alone = sent_beside(3, has_vocabulary=True, has_replicas=False)[1]
+    assert sent_around(alike(1), has_vocabulary=True) == ((Sent(end), Sent(one)), (Sent("", one, end), *after))
+    assert sent_around(alike(2), has_vocabulary=True) == ((Sent(end), Sent(one)), (Sent("", one, one), *after))
+    assert sent_around(alike(1), has_vocabulary=False)[1][0] == Sent("", one, one)
+    every = sent_beside(alike(3), has_vocabulary=False, has_replicas=True)
+    assert every == (Counter({Sent(one): 3}), Counter({Sent(one, one, one): 3}))
+    alone = sent_beside(alike(3), has_vocabulary=True, has_replicas=False)[1]
     assert alone == Counter([Sent(one, end), Sent(one, one), Sent(end, one)])
     # Of many those between are alike, and not written out.
     many = 10**15
-    forward, backward = sent_beside(many, **both)
+    forward, backward = sent_beside(alike(many), **both)
     assert forward == {Sent(one): many - 1, Sent(end): 1}
     ends = {Sent(one, end): 1, Sent(one, one, end): 1, Sent(end, one, one): 1}
     assert backward == ends | {Sent(one, one, one): many - 3}
-    few = sent_beside(4, has_vocabulary=True, has_replicas=False)[1]
+    few = sent_beside(alike(4), has_vocabulary=True, has_replicas=False)[1]
     assert few == {Sent(one, end): 1, Sent(one, one): 2, Sent(end, one): 1}
+
+
+def test_first_layers_without_experts_have_weights_of_their_own_beside_others() -> None:
+    """Of two before two others: what comes in the forward; and in the backward what is reduced, too, and summed."""
+    row: Kinds = (("dense", 2), ("layer", 2))
+    one, first, end = "layer", "dense", "vocabulary"
+    forward, backward = sent_beside(row, has_vocabulary=True, has_replicas=True)
+    assert [*forward.elements()] == [
+        Sent(first, beside=first), Sent(one, beside=first), Sent(one), Sent(end),
+    ]  # fmt: skip
+    assert [*backward.elements()] == [
+        Sent(one, end), Sent(first, one, end), Sent(first, one, one, first), Sent(end, first, one, first),
+    ]  # fmt: skip
+    after = Sent("", first, first), Sent("", end, first), Sent("", "", end)
+    assert sent_around(row, has_vocabulary=True) == ((Sent(end), Sent(first)), after)
+    assert sent_around((("dense", 1), ("layer", 3)), has_vocabulary=True)[1][0] == Sent("", first, one)
+    alone = sent_beside(row, has_vocabulary=False, has_replicas=False)
+    assert [*alone[0].elements()][-1] == Sent(one)
+    assert [*alone[1].elements()][::3] == [Sent(one, one), Sent(first, first, "", first)]
+    # Of many the two beside others are apart.
+    many = sent_beside((("dense", 7), ("layer", 54)), has_vocabulary=True, has_replicas=True)
+    assert many[0] == {Sent(first, beside=first): 6, Sent(one, beside=first): 1, Sent(one): 53, Sent(end): 1}
+    assert many[1][Sent(first, first, first, first)] == 4
+    assert many[1][Sent(one, one, one)] == 51
+    assert many[1].total() == 61
 
 
 def test_gradients_of_many_layers_are_counted_and_not_written_out() -> None:

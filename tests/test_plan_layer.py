@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from unittest import mock
 
 import numpy as np
@@ -26,7 +26,7 @@ from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
 from wallfacer_dt.planning.predict import attention_cost, predict, predict_division, step_bytes
-from wallfacer_dt.planning.step import Spent, _once, _vocabulary, beside_attention, by_kind, least_step
+from wallfacer_dt.planning.step import Spent, _once, _vocabulary, beside_attention, by_kind, least_step, simulated_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End, on_links, run
 from wallfacer_dt.planning.traffic import Arrivals, Key, Wire, wires
 
@@ -340,8 +340,27 @@ def test_a_step_computes_attention_and_what_is_beside(layer: Layer) -> None:
     forwards = 2 if division.context.checkpoint == "full" else 1
     attention = forwards * cost.forward.compute + cost.backward.compute
     calls = division.microbatches * layer.model.layers // division.pipeline
-    beside = beside_attention(layer)
-    assert step_of(layer, cost.ways).compute == pytest.approx(calls * attention + sum(beside.values()))
+    for rank, step in simulated_step(layer, cost.ways).items():
+        beside = beside_attention(layer, rank)
+        assert step.compute == pytest.approx(calls * attention + sum(beside.values()))
+
+
+@examples(30)
+@given(divided(pipeline=1), st.integers(1, 3))
+def test_what_layers_of_two_kinds_compute_is_what_layers_of_each_do(layer: Layer, dense: int) -> None:
+    """By how many there are, of experts that are dealt to ranks or not."""
+    experts = replace(layer.model, experts=4, experts_per_token=2, dense_layers=0, dense_ffn=0)
+    context = replace(layer.division.context, feed_forward="plain")
+    layer = replace(layer, division=replace(layer.division, tensor=1, context=context), model=experts)
+    both = replace(layer, model=replace(experts, dense_layers=dense, dense_ffn=1000))
+    alike = replace(
+        layer,
+        division=replace(layer.division, expert=1),
+        model=replace(MODEL, ffn=1000, gated=experts.gated, vocab=experts.vocab),
+    )
+    found, *each = (beside_attention(one) for one in (both, layer, alike))
+    for kind, seconds in found.items():
+        assert seconds == pytest.approx(((4 - dense) * each[0][kind] + dense * each[1][kind]) / 4)
 
 
 @examples(60)
@@ -549,29 +568,39 @@ def test_a_pipeline_by_hand() -> None:
 @examples(60)
 @given(
     st.integers(2, 6), st.sampled_from([1, 1, 2, 3]), st.integers(2, 36), st.integers(0, 3), st.integers(0, 20),
-    st.sampled_from([0, 100, 3000]),
+    st.sampled_from([0, 100, 3000]), st.sampled_from([0, 0, 1, 3, 9]),
 )  # fmt: skip
-@example(pipeline=4, interleave=2, layers=16, less=0, more=4, vocab=0)
-@example(pipeline=3, interleave=3, layers=18, less=0, more=0, vocab=0)
-@example(pipeline=4, interleave=1, layers=8, less=0, more=2, vocab=0)
+@example(pipeline=4, interleave=2, layers=16, less=0, more=4, vocab=0, dense=0)
+@example(pipeline=3, interleave=3, layers=18, less=0, more=0, vocab=0, dense=0)
+@example(pipeline=4, interleave=1, layers=8, less=0, more=2, vocab=0, dense=0)
 def test_a_pipeline_takes_what_its_schedule_does(
-    pipeline: int, interleave: int, layers: int, less: int, more: int, vocab: int
+    pipeline: int, interleave: int, layers: int, less: int, more: int, vocab: int, dense: int
 ) -> None:
     """Event by event, as torch orders them: of like stages to rounding; of others, one after the other, no more than
-    is told, and interleaved about as much. And as much is in flight.
+    is told, and interleaved about as much. And as much is in flight. First layers may have no experts.
     """
     model, rounds = replace(MODEL, layers=layers, vocab=vocab), pipeline + more
+    if dense:
+        first = {"dense_layers": min(dense, layers - 1), "dense_ffn": 100 * dense}
+        model = replace(model, ffn=64, experts=4, experts_per_token=2, **first)
     division = Division(Candidate(1), pipeline=pipeline, microbatches=rounds, interleave=interleave, last_less=less)
     stages = division.stage_layers(model)
     assert sum(stages) == sum(division.rank_layers(model)) == layers
     assume(min(stages) > 0)
     assume(interleave == 1 or rounds % (rounds // pipeline) == 0)
     layer = Layer(division, model, SEQUENCE, Cluster(pipeline, 1, Link(1e40), Link(1e40), kernels=KERNELS))
-    once, weights = _once(layer), MODEL.attention_weights + MODEL.ffn_weights
+    once, head = _once(layer), sum(_vocabulary(layer))
     forward, backward = (way.line.compute for way in cost_of(layer).ways)
-    products, (ahead, back) = 2 * 256 * weights / KERNELS.linear, touched(model, 256)
-    one, head = (forward + products + ahead, backward + 2 * products + back), sum(_vocabulary(layer))
-    times = [(own * one[0], own * one[1]) for own in stages]
+    one: dict[str, tuple[float, float]] = {}
+    for kind, _ in model.kinds:
+        own = model.of(kind)
+        products = 2 * 256 * (own.attention_weights + own.ffn_products) / KERNELS.linear
+        ahead, back = touched(own, 256)
+        one[kind] = forward + products + ahead, backward + 2 * products + back
+    every = [kind for kind, number in model.kinds for _ in range(number)]
+    each = [every[begin:end] for begin, end in pairwise(accumulate(stages, initial=0))]
+    assert [*map(Counter, each)] == [*map(Counter, map(dict, division.stage_kinds(model)))]
+    times = [tuple(sum(one[kind][way] for kind in stage) for way in (0, 1)) for stage in each]
     times[-1] = times[-1][0] + head / 3, times[-1][1] + 2 / 3 * head
     orders = orders_of(division)
     for rank, order in enumerate(orders):

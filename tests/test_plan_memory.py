@@ -135,8 +135,12 @@ def check(call: Call, layout: str) -> None:
 @contextmanager
 def without_fsdp() -> Iterator[None]:
     """Every weight and gradient is there."""
-    nothing = _Whole(0, 0, 0, 0, 0, 0)
-    with mock.patch.object(_Whole, "of", return_value=nothing):
+    whole = _Whole.of
+
+    def nothing(*told: Any) -> _Whole:
+        return _Whole(0, 0, (0,) * len(whole(*told).layers), 0, 0)
+
+    with mock.patch.object(_Whole, "of", nothing):
         yield
 
 
@@ -280,6 +284,23 @@ LATENTS = (
 )  # fmt: skip
 
 
+DENSE = (
+    (
+        Candidate(2),
+        ModelShape(64, 4, 2, ffn=64, layers=4, vocab=40, experts=4, experts_per_token=2, dense_layers=2, dense_ffn=160),
+        SequenceShape(2048, is_causal=True),
+    ),
+    (
+        Candidate(2),
+        ModelShape(
+            64, 4, 2, ffn=16, layers=4, vocab=40, experts=4, experts_per_token=1, dense_layers=1, dense_ffn=1000
+        ),
+        SequenceShape(2048, dtype=torch.float32),
+    ),
+)
+"""First layers without experts; under a checkpoint that of the second is the one which holds the most."""
+
+
 MANY_HEADS = ModelShape(512, 32, 1, ffn=0, layers=1)
 
 
@@ -304,6 +325,7 @@ def check_stack(stack: nn.Module, tokens: Tensor, targets: Tensor, said: StackMe
     [
         *tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
         *tiers(product(with_layers(*EXPERTS[0][:2]), EXPERTS), strength=1),
+        *tiers(product(with_layers(*DENSE[0][:2]), DENSE), strength=1),
         *product(with_layers(*LATENTS[0][:2]), LATENTS[:1]),
         *tiers(product(with_layers(*LATENTS[1][:2]), LATENTS[1:]), strength=1),
     ],
@@ -364,7 +386,7 @@ def test_a_loss_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("layers", ["none", "full"])
-@pytest.mark.parametrize("case", EXPERTS, ids=["narrow", "wide"])
+@pytest.mark.parametrize("case", [*EXPERTS, DENSE[0]], ids=["narrow", "wide", "some"])
 def test_stack_of_experts_that_are_dealt_to_ranks(
     case: tuple[Candidate, ModelShape, SequenceShape], layers: str
 ) -> None:
@@ -390,8 +412,21 @@ def test_stack_under_fsdp(sizes: tuple[int, int, int], chunks: int, checkpoint: 
     It is held by the loss, or by weights, with the output projection's gradient or without; or by its sums over chunks.
     """
     hidden, vocab, tokens = sizes
-    candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(tokens)
     model = ModelShape(hidden, 4, 2, ffn=3 * hidden, layers=4, vocab=vocab)
+    check_under_fsdp(model, tokens, chunks, checkpoint)
+
+
+@pytest.mark.parametrize(("dense", "units", "ffn"), [(1, 3000, 64), (2, 64, 256), (3, 2000, 32)])
+def test_stack_of_first_layers_without_experts_under_fsdp(dense: int, units: int, ffn: int) -> None:
+    """Their weights are most, of one or of several; or those of others."""
+    model = ModelShape(
+        256, 4, 2, ffn=ffn, layers=4, vocab=40, experts=8, experts_per_token=1, dense_layers=dense, dense_ffn=units
+    )
+    check_under_fsdp(model, 256, 1, "full")
+
+
+def check_under_fsdp(model: ModelShape, tokens: int, chunks: int, checkpoint: str) -> None:
+    candidate, sequence = Candidate(8, checkpoint=checkpoint), SequenceShape(tokens)
     with kernels_without_workspace():
         said = division_memory(Division(candidate, loss_chunks=chunks), model, sequence)
     with fake_world(candidate.size):
@@ -412,7 +447,7 @@ def test_stack_under_fsdp(sizes: tuple[int, int, int], chunks: int, checkpoint: 
             given, targets = (torch.zeros(1, tokens // 8).long() for _ in range(2))
             grads = [weight.grad.to_local() for weight in stack.parameters()]
             if chunks > 1:
-                in_chunks(stack, vocab)
+                in_chunks(stack, model.vocab)
                 seen = Followed(*[weight.to_local() for weight in stack.parameters()], *grads)
             else:
                 seen = Tracked(stack, grads)

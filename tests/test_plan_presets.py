@@ -20,7 +20,7 @@ from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import OptionError
-from wallfacer_dt.command.planning.config import TYPES
+from wallfacer_dt.command.planning.config import _DENSE, TYPES
 from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Machines
 from wallfacer_dt.command.planning.models import make_model
@@ -33,7 +33,7 @@ from wallfacer_dt.planning.candidates import attentions, with_layers
 from wallfacer_dt.planning.dividing import divide
 from wallfacer_dt.planning.flops import flops_utilization, model_flops
 from wallfacer_dt.planning.gpus import AUTO, GPUS
-from wallfacer_dt.planning.known_models import LEARNED, MODELS, MORE_TOKENS, YARN, without_experts
+from wallfacer_dt.planning.known_models import LEARNED, MODELS, MORE_TOKENS, YARN
 from wallfacer_dt.planning.longest import length_unit, longest_length
 from wallfacer_dt.planning.only import Only
 from wallfacer_dt.planning.stack import stack_memory
@@ -42,17 +42,20 @@ from wallfacer_dt.planning.units import parse_tokens
 BILLIONS = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3.1-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "gpt3-175b": 175.2,
-    "dit-xl/2": 0.446, "deepseek-v3": 671 + 33.2, "kimi-k2": 1026 + 16.5,
+    "dit-xl/2": 0.446, "deepseek-v3": 671.0, "kimi-k2": 1026,
 }  # fmt: skip
-"""Parameters as published, but GPT-3's with an output projection of its own and DiT's without conditioning. What is
-added is that layers without experts are taken as with them.
-"""
+"""Parameters as published, but GPT-3's with an output projection of its own and DiT's without conditioning."""
+
+
+def matrices_of(it: ModelShape) -> int:
+    """Elements of all matrices."""
+    layers = sum(number * (it.attention_weights + it.of(kind).ffn_weights) for kind, number in it.kinds)
+    return layers + 2 * it.vocab * it.hidden
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_as_many_weights_as_their_names_say(name: str) -> None:
-    it = MODELS[name].shape
-    weights = it.layers * (it.attention_weights + it.ffn_weights) + 2 * it.vocab * it.hidden
+    weights = matrices_of(MODELS[name].shape)
     assert weights / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
     assert MODELS[name].activation in ACTIVATIONS
 
@@ -126,6 +129,22 @@ def test_without_experts_a_model_has_one_feed_forward() -> None:
     it = MODELS["mixtral-8x7b"].shape
     assert make_model("mixtral-8x7b", experts=0).shape == replace(it, experts=0, experts_per_token=0)
     assert make_model("mixtral-8x7b", experts_per_token=1).shape == replace(it, experts_per_token=1)
+
+
+def test_first_layers_without_experts_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--hidden 256 --heads 4 --layers 4 --ffn 64 --experts 8 --experts-per-token 2 --cluster h100x2 --seq 8k"
+    options = ["plan", *sizes.split(), "--causal", "--top", "1", "--dense-layers", "1"]
+    assert main([*options, "--dense-ffn", "512"]) == 0
+    summary = "feed-forward of 64, 2 of 8 experts, but one of 512 in the first 1 of 4 layers"
+    assert summary in " ".join(capsys.readouterr().out.split())
+    assert main([*options, "--dense-ffn", "512", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"]["dense_layers"], found["model"]["dense_ffn"]) == (1, 512)
+    assert main(options) == 2
+    said = "--dense-ffn must be above 0 where --dense-layers are, or both 0, got 0 and 1"
+    assert capsys.readouterr().err == f"wallfacer plan: {said}\n"
+    assert main([*options, "--dense-ffn", "1" + 15 * "0"]) == 2
+    assert "a tensor of more than 2^56 elements is not planned" in capsys.readouterr().err
 
 
 def test_the_h100_is_that_of_the_defaults() -> None:
@@ -556,20 +575,28 @@ def test_configs_of_latents(tmp_path: Path) -> None:
     lite = {"model_type": "deepseek_v2", "q_lora_rank": None, "n_shared_experts": 2, "rope_scaling": None}
     found = make_model(written(tmp_path, DEEPSEEK | lite))
     assert (found.shape.q_rank, found.shape.shared_ffn) == (0, 4096)
-    assert found.left_out == (without_experts(3), MORE_TOKENS)
+    assert (found.shape.dense_layers, found.shape.dense_ffn) == (3, 18432)
+    assert found.left_out == (MORE_TOKENS,)
     assert make_model(written(tmp_path, DEEPSEEK | {"n_shared_experts": None})).shape.shared_ffn == 0
     alone = make_model("deepseek-v3", experts=0, ffn=18432)
-    assert (alone.shape.shared_ffn, alone.left_out) == (0, (YARN, MORE_TOKENS))
+    assert alone.shape == MODELS["deepseek-v3"].shape.of("dense")
+    assert alone.left_out == (YARN, MORE_TOKENS)
+    every = make_model("deepseek-v3", dense_layers=0).shape
+    assert every == replace(MODELS["deepseek-v3"].shape, dense_layers=0, dense_ffn=0)
+    assert make_model("deepseek-v3", dense_layers=1).shape == replace(MODELS["deepseek-v3"].shape, dense_layers=1)
+    with pytest.raises(OptionError, match="--dense-layers must be below --layers, got 3 and 2"):
+        make_model("deepseek-v3", layers=2)
     # As transformers writes it where nothing is said.
     unsaid = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
     assert make_model(written(tmp_path, unsaid)) == MODELS["deepseek-v3"]
-    assert without_experts(3) not in make_model(written(tmp_path, unsaid | {"model_type": "deepseek_v2"})).left_out
+    assert make_model(written(tmp_path, unsaid | {"model_type": "deepseek_v2"})).shape.kinds == (("layer", 61),)
     glm = {"model_type": "glm4_moe", "num_key_value_heads": 8, "head_dim": 128, "use_qk_norm": True}
     found = make_model(written(tmp_path, DEEPSEEK | glm | {"first_k_dense_replace": 1}))
     assert found.shape == ModelShape(
-        7168, 128, 8, 128, 2048, layers=61, vocab=129280, experts=256, experts_per_token=8, shared_ffn=2048
-    )
-    assert found.left_out == ("norms of queries and keys", without_experts(1), MORE_TOKENS)
+        7168, 128, 8, 128, 2048, layers=61, vocab=129280, experts=256, experts_per_token=8, shared_ffn=2048,
+        dense_layers=1, dense_ffn=18432,
+    )  # fmt: skip
+    assert found.left_out == ("norms of queries and keys", MORE_TOKENS)
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -602,14 +629,17 @@ WINDOWS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    """Of all matrices of a small model of each type, as transformers makes and saves it: no more, and no fewer."""
+@pytest.mark.parametrize(("kind", "dense"), [*((kind, 0) for kind in TYPES), *((kind, 2) for kind in _DENSE)])
+def test_weights_are_those_of_transformers(tmp_path: Path, kind: str, dense: int) -> None:
+    """Of all matrices of a small model of each type, as transformers makes and saves it: no more, and no fewer.
+
+    Of types that may have first layers without experts, with two of these, too.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 160}
     sizes |= {"head_dim": 24, "num_hidden_layers": 3, "vocab_size": 50, "pad_token_id": 0}
     sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    sizes |= {"n_routed_experts": 4, "n_shared_experts": 3, "first_k_dense_replace": 0}
+    sizes |= {"n_routed_experts": 4, "n_shared_experts": 3, "first_k_dense_replace": dense}
     if kind == "gpt2":
         sizes = {"n_embd": 96, "n_head": 6, "n_layer": 3, "vocab_size": 50}
     if kind in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
@@ -624,8 +654,8 @@ def test_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     matrices = {name: weight.numel() for name, weight in model.named_parameters(remove_duplicate=False)
                 if weight.ndim > 1 and not name.endswith(("_bias", "wpe.weight"))}  # fmt: skip
     shape = make_model(str(tmp_path / "config.json")).shape
-    embeddings = 2 * shape.vocab * shape.hidden
-    assert sum(matrices.values()) == shape.layers * (shape.attention_weights + shape.ffn_weights) + embeddings
+    assert shape.dense_layers == dense
+    assert sum(matrices.values()) == matrices_of(shape)
 
 
 @pytest.mark.parametrize("config", WINDOWS, ids=str)
@@ -691,6 +721,7 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
         (DEEPSEEK | {"moe_layer_freq": 2}, "layers without experts among others are not planned: moe_layer_freq is 2"),
         (DEEPSEEK | {"kv_lora_rank": None}, "kv_lora_rank must be a whole number from 1 to 10000000, got None"),
         (DEEPSEEK | {"n_routed_experts": None}, "num_local_experts or num_experts or n_routed_experts is missing"),
+        (DEEPSEEK | {"intermediate_size": None}, "intermediate_size must be a whole number from 1 to 10000000, got No"),
         (DEEPSEEK | {"first_k_dense_replace": 61}, "first_k_dense_replace must be below the 61 layers, got 61"),
         ({}, "model_type is missing, known are gemma, "),
         (LLAMA | {"model_type": "mamba"}, "model_type is 'mamba', known are gemma, "),

@@ -185,7 +185,9 @@ def test_a_file_of_an_earlier_version_is_read(
     profile = Profile(where, (Measured(ModelShape(64, 4), SequenceShape(256), Candidate(WHERE.ranks), 1.0),))
     profile.save(path)
     found = json.loads(path.read_text())
-    for name in ("windowed_layers", "shared_ffn", "value_dim", "kv_rank", "q_rank", "rotary_dim"):
+    for name in (
+        "windowed_layers", "shared_ffn", "value_dim", "kv_rank", "q_rank", "rotary_dim", "dense_layers", "dense_ffn",
+    ):  # fmt: skip
         del found["measured"][0]["model"][name]
     del found["measured"][0]["sequence"]["documents"], found["cluster"]["kernels"]["takes_segments"]
     path.write_text(json.dumps(found))

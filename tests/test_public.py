@@ -59,7 +59,8 @@ METPParallel
     *, up, down, activation, gate=None, input_layouts=None, output_layouts=None, check=True
 ModelShape
     hidden, heads, kv_heads=None, head_dim=None, ffn=0, gated=True, layers=1, vocab=0, experts=0,
-    experts_per_token=0, windowed_layers=None, shared_ffn=0, value_dim=None, kv_rank=0, q_rank=0, rotary_dim=0
+    experts_per_token=0, windowed_layers=None, shared_ffn=0, value_dim=None, kv_rank=0, q_rank=0,
+    rotary_dim=0, dense_layers=0, dense_ffn=0
 Plan
     model, sequence, cluster, ranked, dropped=(), considered=0, only=''
 Profile

@@ -5,13 +5,15 @@ those of a tensor group are neighbours, those of a pipeline far apart. Experts a
 neighbours, ``["pp", "dp_replicate", "efsdp", "ep"]``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.groups import Group
-from wallfacer_dt.planning.model import ModelShape
+from wallfacer_dt.planning.model import Kinds, ModelShape, kinds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,32 @@ class Division:
         first, *others, last = [own + (stage < more) for stage in range(stages)]
         return first - 1, *others, last - self.last_less
 
+    def stage_kinds(self, model: ModelShape) -> tuple[Kinds, ...]:
+        """The same by the kinds of layers that a stage has."""
+        layers = self.stage_layers(model)
+        dense = _dense(layers, model)
+        return tuple(map(kinds_of, dense, layers))
+
     def rank_layers(self, model: ModelShape) -> tuple[int, ...]:
         """Layers of every rank of a pipeline: of its stages, which are as far from each other as there are ranks."""
         layers = self.stage_layers(model)
         return tuple(sum(layers[rank :: self.pipeline]) for rank in range(self.pipeline))
+
+    def rank_kinds(self, model: ModelShape) -> tuple[Kinds, ...]:
+        """The same by kinds, in their order."""
+        dense = _dense(self.stage_layers(model), model)
+        each = (sum(dense[rank :: self.pipeline]) for rank in range(self.pipeline))
+        return tuple(map(kinds_of, each, self.rank_layers(model)))
+
+    def fullest_ranks(self, model: ModelShape) -> list[int]:
+        """Ranks of a pipeline one of which, or the last, takes longest: of those that have equally many of a model's
+        first layers without experts the first with most layers.
+        """
+        layers, fullest = self.rank_layers(model), dict[int, int]()
+        for rank, kinds in enumerate(self.rank_kinds(model)):
+            dense = dict(kinds).get("dense", 0)
+            fullest[dense] = max(fullest.get(dense, rank), rank, key=layers.__getitem__)
+        return [rank for rank in fullest.values() if layers[rank]]
 
     def in_flight(self, rank: int, layers: tuple[int, ...]) -> int:
         """Of how many layers and microbatches together a pipeline's rank has activations at most, by torch's schedules.
@@ -211,3 +235,9 @@ class Division:
         experts = f", experts dealt to {self.expert}" if self.expert > 1 else ""
         many = f", {self.microbatches} microbatches of {self.microbatch}" if self.microbatches > 1 else ""
         return f"{named}{experts}{many}: {self.context}"
+
+
+def _dense(layers: Sequence[int], model: ModelShape) -> list[int]:
+    """How many of a stage's layers are of a model's first, that have no experts."""
+    before = accumulate(layers, initial=0)
+    return [min(max(0, model.dense_layers - first), own) for first, own in zip(before, layers, strict=False)]

@@ -19,10 +19,10 @@ def model_flops(model: ModelShape, sequence: SequenceShape) -> int:
         The operations.
     """
     tokens = sequence.batch * sequence.length
-    weights = model.attention_weights + model.ffn_products if model.ffn else 0
+    weights = sum(layers * (model.attention_weights + model.of(kind).ffn_products) for kind, layers in model.kinds)
     pairs = sum(layers * one.pairs() for layers, one in kinds_of_layers(model, sequence))
     attention = 6 * sequence.batch * pairs * model.heads * sum(model.dims)
-    return model.layers * 6 * tokens * weights + attention + 6 * tokens * model.hidden * model.vocab
+    return 6 * tokens * (weights * bool(model.ffn) + model.hidden * model.vocab) + attention
 
 
 def flops_utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:

@@ -15,6 +15,9 @@ Under a pipeline weights come once in a step, whole gradients are added up in th
 the last microbatch (``torch.distributed.pipelining``). Without others to share weights with there is taken to be no
 FSDP: autograd adds gradients to those of the microbatch before. With them shards are added beside all else.
 
+Of a model with experts the first layers may have none; their weights are others, which the first layer with experts has
+before it, and they have its own after them.
+
 Where experts are dealt to ranks, theirs are a group beside that of their layer's other weights, which those ranks share
 that have the same experts; it comes and goes with the other (``ShardPlacementResult``). A rank that shares its experts
 with none has FSDP for them, too: of such it casts and copies all that it has. Where there are more ranks than experts,
@@ -32,9 +35,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.planning.model import Kinds, LayerKind, in_short
 
-Weights = Literal["", "layer", "vocabulary"]
-"""A group of weights: none, a layer's, or the embedding's and likewise the output projection's."""
+Weights = Literal["", "vocabulary"] | LayerKind
+"""A group of weights: none, a layer's of a kind, or the embedding's and likewise the output projection's."""
 
 
 class Sent(NamedTuple):
@@ -44,44 +48,49 @@ class Sent(NamedTuple):
         gathered: weights that come.
         reduced: gradients of which shards go where they belong.
         replicated: likewise, whose shards replicas sum.
+        beside: what kind of layer computes.
     """
 
     gathered: Weights = ""
     reduced: Weights = ""
     replicated: Weights = ""
+    beside: LayerKind = "layer"
 
 
 @lru_cache(maxsize=64)
-def sent_beside(layers: int, *, has_vocabulary: bool, has_replicas: bool) -> tuple[Counter[Sent], Counter[Sent]]:
-    """What is sent beside each of so many layers, forward and backward, and beside how many of them it is that.
+def sent_beside(kinds: Kinds, *, has_vocabulary: bool, has_replicas: bool) -> tuple[Counter[Sent], Counter[Sent]]:
+    """What is sent beside each of some layers, forward and backward, and beside how many of them it is that.
 
     Args:
-        layers: how many.
+        kinds: the layers, in their order.
         has_vocabulary: there are an embedding and an output projection.
         has_replicas: others have the same weights.
 
     Returns:
         Not to be changed.
     """
-    few = min(layers, 3)  # the first two and the last, in the order in which they compute; those between are alike
-    end: Weights = "vocabulary" if has_vocabulary else "layer"
-    between: list[Weights] = ["layer"] * (few - 1)
-    gathered, reduced = [*between, end], [end, *between]
-    first: Weights = "" if has_vocabulary else "layer"
-    replicated = [first, *reduced][:few] if has_replicas else [Sent().replicated] * few
-    forward, backward = Counter(map(Sent, gathered)), Counter(map(Sent, gathered, reduced, replicated))
-    if layers > few:
-        forward[Sent("layer")] += layers - few
-        backward[Sent("layer", "layer", "layer" if has_replicas else "")] += layers - few
+    row = in_short(kinds)
+    layers = [kind for kind, _ in row]
+    ends: tuple[Weights, Weights] = ("vocabulary",) * 2 if has_vocabulary else (layers[0], layers[-1])
+    before: list[Weights] = [ends[0], *layers[:-1]]
+    after: list[Weights] = [*layers[1:], ends[1]]
+    last: Weights = "" if has_vocabulary else layers[-1]
+    replicated = [*after[1:], last] if has_replicas else [Sent().replicated] * len(row)
+    forward, backward = Counter[Sent](), Counter[Sent]()
+    for n, (kind, times) in enumerate(row):
+        forward[Sent(after[n], beside=kind)] += times
+    for n, (kind, times) in reversed([*enumerate(row)]):
+        backward[Sent(before[n], after[n], replicated[n], kind)] += times
     return forward, backward
 
 
-def sent_around(layers: int, *, has_vocabulary: bool) -> tuple[Sequence[Sent], Sequence[Sent]]:
+def sent_around(kinds: Kinds, *, has_vocabulary: bool) -> tuple[Sequence[Sent], Sequence[Sent]]:
     """What is waited for before all layers, and after them, one after the other; see :func:`sent_beside`."""
     end: Weights = "vocabulary" if has_vocabulary else ""
-    before_last: Weights = "layer" if layers > 1 else end or "layer"
-    after = Sent("", "layer", before_last), Sent("", end, "layer"), Sent("", "", end)
-    return (Sent(end), Sent("layer")), after
+    first, *others = (kind for kind, _ in in_short(kinds))
+    second: Weights = others[0] if others else end or first
+    after = Sent("", first, second), Sent("", end, first), Sent("", "", end)
+    return (Sent(end), Sent(first)), after
 
 
 def copied_out(dtype: torch.dtype, *, alone: bool = False) -> int:

@@ -37,17 +37,12 @@ def _qwen3(hidden: int, heads: int, ffn: int, layers: int) -> KnownModel:
     return KnownModel(shape, left_out=("norms of queries and keys",))
 
 
-def _deepseek(heads: int, vocab: int, experts: int, *left_out: str) -> KnownModel:
+def _deepseek(heads: int, vocab: int, experts: int, dense: int, *left_out: str) -> KnownModel:
     shape = ModelShape(
         7168, heads, heads, 192, 2048, layers=61, vocab=vocab, experts=experts, experts_per_token=8, shared_ffn=2048,
-        value_dim=128, kv_rank=512, q_rank=1536, rotary_dim=64,
+        value_dim=128, kv_rank=512, q_rank=1536, rotary_dim=64, dense_layers=dense, dense_ffn=18432,
     )  # fmt: skip
     return KnownModel(shape, left_out=(YARN, *left_out))
-
-
-def without_experts(layers: int) -> str:
-    """What is said of a model's first layers."""
-    return f"its first {layers} layer{'s' * (layers > 1)} without experts, taken as with them"
 
 
 def _gpt_oss(experts: int, layers: int) -> KnownModel:
@@ -74,8 +69,8 @@ MODELS = {
         ModelShape(4096, 32, 8, 128, 14336, layers=32, vocab=32000, experts=8, experts_per_token=2)
     ),
     # The config.json of deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Instruct.
-    "deepseek-v3": _deepseek(128, 129280, 256, without_experts(3), MORE_TOKENS),
-    "kimi-k2": _deepseek(64, 163840, 384, without_experts(1)),
+    "deepseek-v3": _deepseek(128, 129280, 256, 3, MORE_TOKENS),
+    "kimi-k2": _deepseek(64, 163840, 384, 1),
     "gpt-oss-20b": _gpt_oss(32, 24),
     "gpt-oss-120b": _gpt_oss(128, 36),
     # Table 2.1 of "Language Models are Few-Shot Learners".

@@ -19,14 +19,14 @@ These transfers, attention's, METP's and FSDP's share the links.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.cluster import Cluster
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
 from wallfacer_dt.planning.fsdp import Sent, Weights, copied_in, copied_out
-from wallfacer_dt.planning.model import ModelShape, SequenceShape
+from wallfacer_dt.planning.model import LayerKind, ModelShape, SequenceShape
 from wallfacer_dt.planning.timeline import Begin, Compute, End, Event
 from wallfacer_dt.planning.traffic import Wire
 from wallfacer_dt.planning.weights_ring import feed_forward_events
@@ -45,6 +45,7 @@ class Layer:
         sequence: of which ``batch`` are taken at a time.
         cluster: where.
         has_ring: whether METP's ring of weights is among the events.
+        kind: of the layer.
     """
 
     division: Division
@@ -52,6 +53,16 @@ class Layer:
     sequence: SequenceShape
     cluster: Cluster
     has_ring: bool = True
+    kind: LayerKind = "layer"
+
+    def of(self, kind: LayerKind) -> "Layer":
+        """A layer of a kind."""
+        return self if kind == self.kind else replace(self, kind=kind)
+
+    @property
+    def own(self) -> ModelShape:
+        """Sizes of such a layer."""
+        return self.model.of(self.kind)
 
     def forward(self, attention: Sequence[Event], sent: Sent = _NOTHING) -> Iterator[Event]:
         """One layer's forward, with what FSDP copies of it.
@@ -129,9 +140,9 @@ class Layer:
             yield from self.ring(backward=backward) if self.has_ring else ()
             return
         if not backward:
-            yield from self._dealt("counts", 8 * self.model.experts // self.division.expert)
+            yield from self._dealt("counts", 8 * self.own.experts // self.division.expert)
         yield from self._dealt("dispatch", self.dealt)
-        yield self._compute("feed-forward", (2 if backward else 1) * self.model.ffn_products)
+        yield self._compute("feed-forward", (2 if backward else 1) * self.own.ffn_products)
         yield from self._dealt("combine", self.dealt)
 
     def ring(self, *, backward: bool) -> Iterator[Event]:
@@ -142,7 +153,7 @@ class Layer:
 
     def _dealt(self, what: str, part: int) -> Iterator[Event]:
         """Ranks that have other experts send each other so many bytes."""
-        if self.division.expert > 1:
+        if self.division.expert > 1 and self.own.experts:
             yield Begin(what, self.division.groups(self.cluster)["expert"].exchange(part))
             yield End(what)
 
@@ -158,7 +169,7 @@ class Layer:
 
     def _elementwise(self, *, backward: bool, is_saved: bool = False) -> Compute:
         """See ``elementwise``; METP's attention is not run again where its result was saved."""
-        context, sizes = self.division.context, (self.model, self.sequence, self.rows)
+        context, sizes = self.division.context, (self.own, self.sequence, self.rows)
         is_dealt = self.division.expert > 1
         nbytes = 2 * norm_bytes(*sizes) + feed_forward_bytes(context, *sizes, backward=backward, is_dealt=is_dealt)
         if not is_saved or context.projections == "plain":
@@ -188,7 +199,7 @@ class Layer:
     @property
     def dealt(self) -> int:
         """Bytes of tokens that a rank sends to every other that has experts."""
-        tokens = -(-self.rows * self.model.experts_per_token // self.division.expert)
+        tokens = -(-self.rows * self.own.experts_per_token // self.division.expert)
         return tokens * self.model.hidden * self.sequence.dtype.itemsize
 
     @property
@@ -200,7 +211,7 @@ class Layer:
         """
         if not self.model.ffn:
             return 0, 0, 0
-        division, model = self.division, self.model
+        division, model = self.division, self.own
         context, dealt = division.context, division.dealt_weights(model)
         attention = 0 if context.projections == "metp" else model.attention_weights
         ffn = 0 if context.feed_forward == "metp" else model.ffn_weights - dealt * division.expert
@@ -216,8 +227,8 @@ class Layer:
         division, dtype, (own, dealt, metp) = self.division, self.sequence.dtype, self.weights
         if division.weight_ranks == 1:
             return 0
-        experts = dealt or self.model.expert_weights
-        again = 2 * dtype.itemsize * experts * division.shards_by_second_dim(self.model)
+        experts = dealt or self.own.expert_weights
+        again = 2 * dtype.itemsize * experts * division.shards_by_second_dim(self.own)
         others = each(dtype, alone=division.expert_ranks == 1) * dealt + each(dtype, alone=division.shards == 1) * metp
         return each(dtype) * own + others + again
 
@@ -232,7 +243,8 @@ class Layer:
         sharing = {"": groups["weights"], "experts' ": groups["expert_weights"], "METP's ": groups["metp_weights"]}
 
         def parts(weights: Weights) -> list[int]:
-            elements = {"": (0, 0, 0), "layer": self.weights, "vocabulary": (self.vocabulary, 0, 0)}[weights]
+            others = {"": (0, 0, 0), "vocabulary": (self.vocabulary, 0, 0)}
+            elements = others[weights] if weights in others else self.of(weights).weights
             return [-(-some // group.size) for some, group in zip(elements, sharing.values(), strict=True)]
 
         def gathered(what: str, weights: Weights, itemsize: int) -> list[tuple[str, Wire]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import accumulate
 from operator import add, eq
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,13 @@ MOST_HEADS = 2**16
 """Of which no model has a hundredth; heads are counted one by one."""
 
 _MOST_DOCUMENTS = 2**13
+_FEW = 5  # layers in a row that are written out
+
+LayerKind = Literal["dense", "layer"]
+"""Of a model with experts one of its first layers, that have none; any other layer."""
+
+Kinds = tuple[tuple[LayerKind, int], ...]
+"""Layers in their order: how many there are in a row of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class ModelShape:
             DeepSeek-V2, section 2.1), 0 for none.
         q_rank: likewise of queries; 0: they are projected from the tokens.
         rotary_dim: of ``head_dim``, the part of keys that has positions, and is not of the latent, but of all heads.
+        dense_layers: of ``layers``, the first so many have one feed-forward that takes all tokens in place of experts
+            (``first_k_dense_replace`` of transformers' configs).
+        dense_ffn: hidden units of that.
     """
 
     hidden: int
@@ -65,6 +75,8 @@ class ModelShape:
     kv_rank: int = 0
     q_rank: int = 0
     rotary_dim: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
 
     def __post_init__(self) -> None:
         """Refuse (TypeError, ValueError) sizes that are none, or do not divide."""
@@ -72,6 +84,7 @@ class ModelShape:
             check_length(getattr(self, name), name)
         for name in (
             "ffn", "vocab", "experts", "experts_per_token", "shared_ffn", "kv_rank", "q_rank", "rotary_dim",
+            "dense_layers", "dense_ffn",
         ):  # fmt: skip
             check_length(getattr(self, name), name, least=0)
         for name in ("kv_heads", "head_dim", "value_dim"):
@@ -91,6 +104,13 @@ class ModelShape:
             raise ValueError(f"experts must be 0 where ffn is, got {self.experts}")
         if self.shared_ffn and not self.experts:
             raise ValueError(f"shared_ffn must be 0 where experts are, got {self.shared_ffn}")
+        if self.dense_layers and not self.experts:
+            raise ValueError(f"dense_layers must be 0 where experts are, got {self.dense_layers}")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"dense_layers must be below layers, got {self.dense_layers} and {self.layers}")
+        if bool(self.dense_ffn) != bool(self.dense_layers):
+            given = f"{self.dense_ffn} and {self.dense_layers}"
+            raise ValueError(f"dense_ffn must be above 0 where dense_layers are, or both 0, got {given}")
         if not self.kv_rank and (self.q_rank or self.rotary_dim):
             raise ValueError(f"q_rank and rotary_dim must be 0 where kv_rank is, got {self.q_rank}, {self.rotary_dim}")
         if self.kv_rank and self.keys != self.heads:
@@ -135,8 +155,18 @@ class ModelShape:
     @property
     def attention_alone(self) -> "ModelShape":
         """The same attention, without layers round it."""
-        none = dict.fromkeys(("ffn", "vocab", "experts", "experts_per_token", "shared_ffn"), 0)
+        of_experts = "experts", "experts_per_token", "shared_ffn", "dense_layers", "dense_ffn"
+        none = dict.fromkeys(("ffn", "vocab", *of_experts), 0)
         return replace(self, **none, layers=1, windowed_layers=None)
+
+    @property
+    def kinds(self) -> Kinds:
+        """How many layers there are of each kind, in their order."""
+        return kinds_of(self.dense_layers, self.layers)
+
+    def of(self, kind: LayerKind) -> "ModelShape":
+        """Sizes of a layer of a kind, as if all were; what is said here of a feed-forward is one's of ``layer``."""
+        return _dense(self) if kind == "dense" else self
 
     @property
     def attention_weights(self) -> int:
@@ -192,6 +222,12 @@ class ModelShape:
 
     def _weights_of(self, units: int) -> int:
         return self.hidden * units * (3 if self.gated else 2)
+
+
+@lru_cache(maxsize=64)
+def _dense(model: ModelShape) -> ModelShape:
+    none = {"experts_per_token": 0, "shared_ffn": 0, "dense_layers": 0, "dense_ffn": 0}
+    return replace(model, ffn=model.dense_ffn, experts=0, **none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,3 +355,24 @@ def mean_of_layers(model: ModelShape, sequence: SequenceShape, some: Iterable[An
     own = model.layers if own is None else own
     layers = layers_of_stage(model, sequence, own)
     return reduce(add, [count / own * one for count, one in zip(layers, some, strict=True)])
+
+
+def kinds_of(dense: int, layers: int) -> Kinds:
+    """Layers of which the first so many are ``dense``."""
+    every: Kinds = ("dense", dense), ("layer", layers - dense)
+    return tuple(kind for kind in every if kind[1])
+
+
+def in_short(kinds: Kinds) -> Kinds:
+    """Layers in their order, each with how many it stands for: of many in a row the third for all but the last two.
+
+    So what depends on the kinds of two layers before and two after is the same of all that it stands for.
+
+    >>> in_short((("dense", 1), ("layer", 60)))
+    (('dense', 1), ('layer', 1), ('layer', 1), ('layer', 56), ('layer', 1), ('layer', 1))
+    """
+    return tuple(
+        (kind, times)
+        for kind, layers in kinds
+        for times in ([1] * layers if layers <= _FEW else [1, 1, layers - 4, 1, 1])
+    )

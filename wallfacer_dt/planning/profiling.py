@@ -162,7 +162,8 @@ def _complete(given: dict[str, Any]) -> None:
     cluster = part(given, "cluster")
     kernels = part(cluster, "kernels")
     kernels.setdefault("takes_segments", takes_segments(kernels.get("attention"), cluster.get("device_type")))
-    measured, sizes = given.get("measured"), dict.fromkeys(("shared_ffn", "kv_rank", "q_rank", "rotary_dim"), 0)
+    of_experts, of_latents = ("shared_ffn", "dense_layers", "dense_ffn"), ("kv_rank", "q_rank", "rotary_dim")
+    measured, sizes = given.get("measured"), dict.fromkeys((*of_experts, *of_latents), 0)
     for one in filter(lambda one: isinstance(one, dict), measured if isinstance(measured, list) else ()):
         model = part(one, "model")
         model |= {"windowed_layers": None, "value_dim": None} | sizes | model

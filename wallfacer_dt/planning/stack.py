@@ -16,6 +16,7 @@ on the CPU, or with float32 weights under autocast, which is put together of oth
 transformers' own 4 and 3.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, feed_forward_peak
 from wallfacer_dt.planning.memory import attention_memory, projected_memory
-from wallfacer_dt.planning.model import ModelShape, SequenceShape, kinds_of_layers
+from wallfacer_dt.planning.model import LayerKind, ModelShape, SequenceShape, in_short, kinds_of_layers
 
 _MOMENTS, _MASTER = 2 * 4, 4  # Adam's two in float32; of weights in 16 bits, what it updates
 
@@ -95,7 +96,7 @@ def division_memory(division: Division, model: ModelShape, sequence: SequenceSha
     Returns:
         The bytes.
     """
-    return _most(_Layer(division, model, sequence))
+    return _most(_layers(division, model, sequence))
 
 
 def least_memory(division: Division, model: ModelShape, sequence: SequenceShape, *, of_first: bool = False) -> int:
@@ -110,34 +111,55 @@ def least_memory(division: Division, model: ModelShape, sequence: SequenceShape,
     Returns:
         The bytes.
     """
-    layer = _Layer(division, model, sequence, is_least=True)
-    return (_of_rank(layer, 0) if of_first else _most(layer)).peak
+    layers = _layers(division, model, sequence, is_least=True)
+    return (_of_rank(layers, 0) if of_first else _most(layers)).peak
 
 
-def _most(layer: "_Layer") -> StackMemory:
-    last = layer.division.pipeline - 1
-    return max((_of_rank(layer, rank) for rank in {0, min(1, last), last}), key=lambda memory: memory.peak)
+_Layers = Mapping[LayerKind, "_Layer"]
 
 
-def _of_rank(layer: "_Layer", rank: int) -> StackMemory:
+def _layers(division: Division, model: ModelShape, sequence: SequenceShape, *, is_least: bool = False) -> _Layers:
+    return {kind: _Layer(division, model, sequence, kind, is_least=is_least) for kind, _ in model.kinds}
+
+
+def _most(layers: _Layers) -> StackMemory:
+    division, last = layers["layer"].division, layers["layer"].division.pipeline - 1
+    some = {0, min(1, last), *division.fullest_ranks(layers["layer"].model), last}
+    return max((_of_rank(layers, rank) for rank in some), key=lambda memory: memory.peak)
+
+
+def _of_rank(layers: _Layers, rank: int) -> StackMemory:
     """Of a pipeline's rank, which has a stage or several."""
+    layer = layers["layer"]  # of which what is beside layers is
     division, model = layer.division, layer.model
-    layers, has_loss = division.rank_layers(model)[rank], _has_loss(division, model, rank)
-    alive = division.in_flight(rank, division.stage_layers(model)[rank :: division.pipeline])
+    each = {kind: one.kept for kind, one in layers.items()}
+    stages = [
+        sum(own * each[kind] for kind, own in kinds) for kinds in division.stage_kinds(model)[rank :: division.pipeline]
+    ]
+    stack, alive = sum(stages), division.in_flight(rank, tuple(stages))
     in_flight = division.in_flight(rank, (1,) * division.interleave)
-    stack = layer.kept * layers
     has_tokens = bool(model.vocab) and rank in (0, division.pipeline - 1)
-    before, whole = stack + layer.tokens * has_tokens, _Whole.of(layer, rank)
-    # The last layer's backward, that of the one before, and that of the loss.
-    peaks = [(before - layer.kept + layer.backward, whole.first)]
-    if layers > 1:
-        peaks.append((peaks[0][0] - layer.kept, whole.next))
-    kept, of_loss = _of_loss(layer, before + layer.norm, whole) if has_loss else (before, [])
+    before, whole = stack + layer.tokens * has_tokens, _Whole.of(layers, rank)
+    peaks = [*zip(_in_backwards(layers, rank, before), whole.layers, strict=True)]
+    kept, of_loss = (before, [])
+    if _has_loss(division, model, rank):
+        kept, of_loss = _of_loss(layer, before + layer.norm, whole)
     peaks += of_loss
     most, gathered = max(peaks, key=sum)
-    # Of stages that are alike; what is kept beside layers, as a loss, is taken to be there as often as these.
-    others = (alive - layers) * kept // layers + _between_stages(layer, rank, in_flight)
+    # What is kept beside layers, as a loss, is taken to be there as often as these.
+    others = (alive - stack) * kept // stack + _between_stages(layer, rank, in_flight)
     return StackMemory(*_states(layer, rank), gathered, others + kept, max(0, most - kept))
+
+
+def _in_backwards(layers: _Layers, rank: int, before: int) -> Iterator[int]:
+    """Bytes that there are at most in the backward of each of a rank's layers, the last first, and after it, beside
+    FSDP's.
+    """
+    for kind, times in reversed(in_short(layers["layer"].division.rank_kinds(layers["layer"].model)[rank])):
+        one = layers[kind]
+        yield before - one.kept + one.backward
+        yield before - one.kept + one.x
+        before -= times * one.kept
 
 
 def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[tuple[int, int]]]:
@@ -188,7 +210,8 @@ def rank_weights(division: Division, model: ModelShape, rank: int) -> int:
     """Of all elements of the weights of a pipeline's rank, those that one of those who share them has between steps."""
     context, tensor = division.context, division.tensor
     layers = division.rank_layers(model)[rank]
-    split = layers * _shared(context, model) + _ends(division, rank) * model.vocab * model.hidden
+    split = sum(own * _shared(context, model.of(kind)) for kind, own in division.rank_kinds(model)[rank])
+    split += _ends(division, rank) * model.vocab * model.hidden
     metp = layers * -(-division.metp_weights(model) // division.shards)
     norms = layers * _norms(model) + model.hidden * _has_loss(division, model, rank)
     return -(-(-(-split // tensor) + norms) // division.weight_ranks) + metp
@@ -206,9 +229,9 @@ class _Whole(NamedTuple):
     Attributes:
         head: when the loss has its backward: the output projection's weights.
         of_head: when this has its own: its gradient, and the weights of the last layer, too.
-        first: in the last layer's backward, its weights and gradient, the next one's weights, and what is reduced of
-            the output projection.
-        next: in that of the one before, which has another layer's reduced.
+        layers: in the backward of each, the last first, its weights and gradient, the next one's weights, and what is
+            reduced of the one before, or of the output projection; and after it its gradient, as it was and as it is
+            reduced, and the next one's weights. Of many as ``in_short`` has them.
         chunks: while the loss takes one chunk after the other: the output projection's weights and gradient, its sum
             over chunks before, in float32, and the weights of the last layer.
         summed: after the last one: instead of that gradient the sum twice, as FSDP copies it to be reduced, and a
@@ -217,58 +240,68 @@ class _Whole(NamedTuple):
 
     head: int
     of_head: int
-    first: int
-    next: int
+    layers: tuple[int, ...]
     chunks: int
     summed: int
 
     @classmethod
-    def of(cls, layer: "_Layer", rank: int) -> "_Whole":
+    def of(cls, layers: _Layers, rank: int) -> "_Whole":
+        layer = layers["layer"]
         division, model, narrow = layer.division, layer.model, layer.sequence.dtype.itemsize
+        kinds = division.rank_kinds(model)[rank]
+        row = [layers[kind].whole_weights for kind, _ in reversed(in_short(kinds))]
         if division.weight_ranks == 1:
-            return cls(0, 0, 0, 0, 0, 0)
-        wide, tensor = accumulation_dtype(layer.sequence.dtype).itemsize, division.tensor
-        dealt = division.dealt_weights(model)
-        own = -(-(_shared(division.context, model) - dealt * division.expert) // tensor) + _norms(model) + dealt
-        own += division.metp_weights(model) * (division.data > 1)
-        head = -(-model.vocab * model.hidden // tensor)
+            return cls(0, 0, (0,) * 2 * len(row), 0, 0)
+        wide = accumulation_dtype(layer.sequence.dtype).itemsize
+        head = -(-model.vocab * model.hidden // division.tensor)
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
-            every = division.rank_layers(model)[rank] * own + _ends(division, rank) * head
+            every = sum(own * layers[kind].whole_weights for kind, own in kinds) + _ends(division, rank) * head
             most = every * (narrow + wide)
-            return cls(most, most, most, most, most + head * narrow, most + head * wide)
-        layers, both = (2 + (model.layers > 1)) * own * narrow, (2 * head + own) * narrow
-        summed = (head + own) * narrow + 2 * (head + -(-head // division.weight_ranks)) * wide
-        return cls(head * narrow, both, layers + head * wide, layers + own * wide, both + head * wide, summed)
+            return cls(most, most, (most,) * 2 * len(row), most + head * narrow, most + head * wide)
+        last, *others = row
+        # The embedding comes for its backward, too; without one a layer is one of many.
+        following = [*others, head or row[-1]] if others else [0]
+        in_turn = zip(row, following, [head, *row], strict=False)
+        each = tuple(
+            whole
+            for own, comes, goes in in_turn
+            for whole in ((2 * own + comes) * narrow + goes * wide, (own + comes) * narrow + own * wide)
+        )
+        both = (2 * head + last) * narrow
+        summed = (head + last) * narrow + 2 * (head + -(-head // division.weight_ranks)) * wide
+        return cls(head * narrow, both, each, both + head * wide, summed)
 
 
 class _Layer:
-    """Bytes of a layer's tensors by name; ``x`` is a rank's tokens, in the inputs' dtype.
+    """Bytes of the tensors of a layer of a kind by name; ``x`` is a rank's tokens, in the inputs' dtype.
 
     ``rows`` are those of the context rank, which its tensor ranks have together between projections.
     """
 
     def __init__(
-        self, division: Division, model: ModelShape, sequence: SequenceShape, *, is_least: bool = False
-    ) -> None:
+        self, division: Division, model: ModelShape, sequence: SequenceShape, kind: LayerKind = "layer", *,
+        is_least: bool = False,
+    ) -> None:  # fmt: skip
         candidate, tensor = division.context, division.tensor
         kinds = [one for _, one in kinds_of_layers(model, sequence)]
         self.division, self.candidate, self.model, self.sequence = division, candidate, model, sequence
+        self.own = model.of(kind)
         self.rows = -(-sequence.length // candidate.size) * sequence.batch
-        own = -(-self.rows // tensor)
+        tokens = -(-self.rows // tensor)
         itemsize, wide = sequence.dtype.itemsize, accumulation_dtype(sequence.dtype).itemsize
-        self.x = own * model.hidden * itemsize
+        self.x = tokens * model.hidden * itemsize
         self.whole_x = self.rows * model.hidden * itemsize
-        self.hidden = self.rows * -(-model.ffn_units // tensor) * itemsize
-        self.shared = self.rows * model.shared_ffn * itemsize
-        self.dispatched = self.rows * model.experts_per_token * model.hidden * itemsize
+        self.hidden = self.rows * -(-self.own.ffn_units // tensor) * itemsize
+        self.shared = self.rows * self.own.shared_ffn * itemsize
+        self.dispatched = self.rows * self.own.experts_per_token * model.hidden * itemsize
         logits = -(-self.rows // division.loss_chunks) * -(-model.vocab // tensor)
         # In chunks: gradients of what the norm gave, and of several sequences a copy of that by chunk.
         self.summed = self.rows * model.hidden * (wide + itemsize * (sequence.batch > 1))
         self.head = -(-model.vocab * model.hidden // tensor) * itemsize
         self.logits, self.loss = logits * itemsize, logits * wide
         self.tokens = 2 * self.rows * 8  # and the targets
-        self.scale = own * wide  # of every token, in a norm
+        self.scale = tokens * wide  # of every token, in a norm
         self.is_least = is_least
         own_heads = division.heads_of(model)
         if candidate.projections == "metp":
@@ -283,6 +316,14 @@ class _Layer:
         else:
             of_kinds = [attention_memory(candidate, own_heads, one, by_tokens=True) for one in kinds]
             self.attention = Peaks(*map(max, zip(*of_kinds, strict=True)))
+
+    @property
+    def whole_weights(self) -> int:
+        """Elements of its weights that a rank has of FSDP when they are whole."""
+        division, model = self.division, self.own
+        dealt = division.dealt_weights(model)
+        shared = -(-(_shared(division.context, model) - dealt * division.expert) // division.tensor)
+        return shared + _norms(model) + dealt + division.metp_weights(model) * (division.data > 1)
 
     @property
     def result(self) -> int:

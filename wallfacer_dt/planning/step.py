@@ -12,7 +12,8 @@ what a vocabulary needs, there are no weights.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
-stage lets them: the last, which has the output projection, or the first of those that have most layers. So m
+stage lets them: the last, which has the output projection, or the first of those that have most layers, or, where a
+model's first layers have no experts, most with as many of these. So m
 microbatches take all stages once, and the slowest m - 1 times more: of p like stages a bubble of (p - 1) / m. Where a
 rank has v stages (section 2.2.2) others wait for one of them: the bubble is (p - 1) / (v m), and of unlike stages about
 as much. What is sent between stages is waited for. As torchtitan's FSDP does beside a pipeline, weights are gathered
@@ -20,7 +21,7 @@ once, under the first microbatch's forward, and gradients reduced after the last
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from operator import add, attrgetter
@@ -33,6 +34,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import norm_bytes
 from wallfacer_dt.planning.fsdp import Sent, added_up, copied_in, copied_out, sent_around, sent_beside
 from wallfacer_dt.planning.layer import COPIES, ELEMENTWISE, Layer, alone
+from wallfacer_dt.planning.model import Kinds, LayerKind
 from wallfacer_dt.planning.stack import rank_weights
 from wallfacer_dt.planning.timeline import Compute, Event, Timeline, run
 
@@ -144,14 +146,16 @@ def beside_attention(layer: Layer, rank: int = -1) -> dict[str, float]:
     Returns:
         Seconds of matrix products, of what is elementwise, of copies, and of the optimizer.
     """
-    division, layers = layer.division, layer.division.rank_layers(layer.model)
+    division = layer.division
     is_last = rank % division.pipeline == division.pipeline - 1
     products, elementwise, copies = _vocabulary(layer) if is_last else (0.0, 0.0, 0.0)
     seconds = {"products": products, "elementwise": elementwise, "copies": copies}
     kinds = {ELEMENTWISE: "elementwise", COPIES: "copies"}
-    for event in (*layer.forward(()), *layer.backward((), ())):
-        if isinstance(event, Compute):
-            seconds[kinds.get(event.what, "products")] += layers[rank] * event.seconds
+    for kind, layers in division.rank_kinds(layer.model)[rank]:
+        one = layer.of(kind)
+        for event in (*one.forward(()), *one.backward((), ())):
+            if isinstance(event, Compute):
+                seconds[kinds.get(event.what, "products")] += layers * event.seconds
     every = {kind: division.microbatches * some for kind, some in seconds.items()}
     copies, update = _once(layer)
     return every | {"copies": every["copies"] + copies, "optimizer": update}
@@ -213,14 +217,16 @@ def least_of_stages(layer: Layer, attention: Callable[[int], tuple[Spent, Spent]
 def _least_steps(layer: Layer, beside: "_Beside", forward: Spent, backward: Spent) -> dict[int, Spent]:
     again = forward if layer.division.context.checkpoint == "full" else Spent()
 
-    def least(spent: Spent) -> _OneLayer:
+    def least(attention: Spent, others: Mapping[LayerKind, Spent]) -> _OneLayer:
+        every = {kind: attention + spent for kind, spent in others.items()}
+
         def with_sent(sent: Sent) -> Spent:
             transfers = beside.transfers(sent)
-            return Spent(max((spent + replace(transfers, seconds=0.0)).least, transfers.seconds))
+            return Spent(max((every[sent.beside] + replace(transfers, seconds=0.0)).least, transfers.seconds))
 
         return with_sent
 
-    return _steps(layer, beside.ends, least(forward + beside.forward), least(backward + again + beside.backward))
+    return _steps(layer, beside.ends, least(forward, beside.forward), least(backward + again, beside.backward))
 
 
 _OneLayer = Callable[[Sent], Spent]
@@ -233,34 +239,44 @@ def _steps(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer)
     rounds = division.microbatches
     products, *beside_it = _vocabulary(layer)
     head, once = _computing(products + sum(beside_it)) + ends.vocabulary, _computing(sum(_once(layer)))
-    beside = _sent_beside(layer)
+    kinds = division.rank_kinds(layer.model)
     if division.pipeline == 1:
-        ways = zip((forward, backward), beside, strict=True)
+        ways = zip((forward, backward), _sent_beside(layer, kinds[0]), strict=True)
         every = sum((times * way(sent) for way, some in ways for sent, times in some.items()), Spent())
         waits = Spent(max(0.0, ends.again - 2 / 3 * products))
         return {0: rounds * (ends.weights + every + head + waits + ends.gradients) + once}
     # See Note [Pipelines].
-    still = forward(Sent())
-    one, last, layers = still + backward(Sent()), division.pipeline - 1, division.rank_layers(layer.model)
-    ranks = [own * one + 2 * division.interleave * ends.activations for own in layers]
+    still: dict[LayerKind, Spent] = {kind: forward(Sent(beside=kind)) for kind, _ in layer.model.kinds}
+    one = {kind: spent + backward(Sent(beside=kind)) for kind, spent in still.items()}
+    last, fullest = division.pipeline - 1, division.fullest_ranks(layer.model)
+
+    def of_layers(some: Mapping[LayerKind, Spent], rank: int) -> Spent:
+        return sum((own * some[kind] for kind, own in kinds[rank]), Spent())
+
+    def gathered(rank: int) -> float:
+        (first, _), *_ = kinds[rank]
+        return ends.layer_weights[first].seconds + sum(
+            times * (forward(sent).seconds - still[sent.beside].seconds)
+            for sent, times in _sent_beside(layer, kinds[rank])[0].items()
+        )
+
+    ranks = [of_layers(one, rank) + 2 * division.interleave * ends.activations for rank in range(division.pipeline)]
     ranks[last] += head
-    gathered = ends.weights.seconds + sum(
-        times * (forward(sent).seconds - still.seconds) for sent, times in beside[0].items()
-    )
-    gradients = ends.gradients + max(layers) * ends.layer_gradients
-    through, around = sum(rank.seconds for rank in ranks), Spent(gathered) + gradients + once
+    weights = ends.weights.seconds + max(map(gathered, fullest))
+    gradients = max((of_layers(ends.layer_gradients, rank) for rank in fullest), key=lambda spent: spent.seconds)
+    through, around = sum(rank.seconds for rank in ranks), Spent(weights) + (ends.gradients + gradients) + once
     return {
         slowest: rounds * ranks[slowest] + Spent((through - ranks[slowest].seconds) / division.interleave) + around
-        for slowest in (layers.index(max(layers)), last)
+        for slowest in (*fullest, last)
     }
 
 
-def _sent_beside(layer: Layer) -> tuple[Counter[Sent], Counter[Sent]]:
-    """What is sent beside a rank's layers, forward and backward, and beside how many, on one that has most."""
-    layers, has_replicas = max(layer.division.rank_layers(layer.model)), layer.division.replicas > 1
+def _sent_beside(layer: Layer, kinds: Kinds) -> tuple[Counter[Sent], Counter[Sent]]:
+    """What is sent beside some layers of a rank, forward and backward, and beside how many."""
+    has_replicas = layer.division.replicas > 1
     if layer.division.weight_ranks == 1 and not has_replicas:
-        return (Counter({Sent(): layers}),) * 2
-    return sent_beside(layers, has_vocabulary=layer.vocabulary > 0, has_replicas=has_replicas)
+        return (Counter({Sent(beside=kind): layers for kind, layers in kinds}),) * 2
+    return sent_beside(kinds, has_vocabulary=layer.vocabulary > 0, has_replicas=has_replicas)
 
 
 def _computing(seconds: float) -> Spent:
@@ -291,8 +307,8 @@ def _once(layer: Layer) -> tuple[float, float]:
 
     What is copied for each microbatch the layers have themselves.
     """
-    layers, last = layer.division.rank_layers(layer.model), layer.division.pipeline - 1
-    return max((_once_of(layer, rank) for rank in {0, layers.index(max(layers)), last}), key=sum)
+    some = {0, *layer.division.fullest_ranks(layer.model), layer.division.pipeline - 1}
+    return max((_once_of(layer, rank) for rank in some), key=sum)
 
 
 def _once_of(layer: Layer, rank: int) -> tuple[float, float]:
@@ -307,9 +323,11 @@ def _once_of(layer: Layer, rank: int) -> tuple[float, float]:
     if division.weight_ranks > 1 and division.pipeline > 1:
         each = copied_out(dtype) + added_up(dtype, rounds)
         # What is more than that of an element is as without a pipeline, but that weights come once.
-        more = sum(layer.copied(way) - way(dtype) * sum(layer.weights) for way in (copied_out, copied_in))
-        has_end = rank in (0, division.pipeline - 1)
-        copied += layers * (each * sum(layer.weights) + more) + each * layer.vocabulary * has_end
+        for kind, own in division.rank_kinds(layer.model)[rank]:
+            one = layer.of(kind)
+            more = sum(one.copied(way) - way(dtype) * sum(one.weights) for way in (copied_out, copied_in))
+            copied += own * (each * sum(one.weights) + more)
+        copied += each * layer.vocabulary * (rank in (0, division.pipeline - 1))
     merge = layer.cluster.kernels.merge
     return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
 
@@ -318,24 +336,26 @@ def _once_of(layer: Layer, rank: int) -> tuple[float, float]:
 class _Ends:
     """What is waited for beside layers: weights, gradients, what stages send each other, and tensor ranks.
 
-    In a pipeline the gradients of each of its layers, too. By tensor ranks these are the tokens of the output
-    projection, and their gradients; where there is no other stage, those of the embedding, too. And the seconds in
-    which the last layer's weights come for its backward, under that of the output projection.
+    In a pipeline the weights of the first of its layers, and the gradients of each, too, by kind. By tensor ranks
+    these are the tokens of the output projection, and their gradients; where there is no other stage, those of the
+    embedding, too. And the seconds in which the last layer's weights come for its backward, under that of the output
+    projection.
     """
 
     weights: Spent
     gradients: Spent
-    layer_gradients: Spent
+    layer_weights: Mapping[LayerKind, Spent]
+    layer_gradients: Mapping[LayerKind, Spent]
     activations: Spent
     vocabulary: Spent
     again: float
 
 
 class _Beside(NamedTuple):
-    """What attention has beside it: a layer's parts, one after the other, FSDP's transfers, alone, and the ends."""
+    """What attention has beside it: by kind a layer's parts, one after the other; FSDP's transfers, alone; the ends."""
 
-    forward: Spent
-    backward: Spent
+    forward: Mapping[LayerKind, Spent]
+    backward: Mapping[LayerKind, Spent]
     transfers: Callable[[Sent], Spent]
     ends: _Ends
 
@@ -344,9 +364,10 @@ class _Beside(NamedTuple):
 def _beside(layer: Layer) -> _Beside:
     ring = _ring(layer, backward=False)
     again = Spent() if layer.division.context.checkpoint == "none" else ring
+    kinds = [kind for kind, _ in layer.model.kinds]
     return _Beside(
-        _beside_ring(layer, backward=False) + ring,
-        _beside_ring(layer, backward=True) + again + _ring(layer, backward=True),
+        {kind: _beside_ring(layer.of(kind), backward=False) + ring for kind in kinds},
+        {kind: _beside_ring(layer.of(kind), backward=True) + again + _ring(layer, backward=True) for kind in kinds},
         cache(partial(_transfers, _sending(layer))),  # a layer takes long to hash
         _ends(layer),
     )
@@ -367,32 +388,34 @@ def _without_attention(layer: Layer, **changes: Any) -> Layer:
 
 
 def _ends(layer: Layer) -> _Ends:
-    sending, of_layer = _sending(layer), Spent()
-    before, after = sent_around(layer.model.layers, has_vocabulary=layer.vocabulary > 0)
+    sending = _sending(layer)
+    layer_weights, layer_gradients = dict[LayerKind, Spent](), dict[LayerKind, Spent]()
+    before, after = sent_around(layer.model.kinds, has_vocabulary=layer.vocabulary > 0)
     if layer.division.pipeline > 1:
         # Gradients of every group of weights, one after the other.
-        after = Sent("", "vocabulary"), Sent("", "", "vocabulary")
+        before, after = before[:1], (Sent("", "vocabulary"), Sent("", "", "vocabulary"))
+        for kind, _ in layer.model.kinds:
+            layer_weights[kind] = _transfers(sending, Sent(kind))
+            layer_gradients[kind] = _transfers(sending, Sent("", kind)) + _transfers(sending, Sent("", "", kind))
     weights, gradients = (sum((_transfers(sending, one) for one in some), Spent()) for some in (before, after))
-    if layer.division.pipeline > 1:
-        of_layer = _transfers(sending, Sent("", "layer")) + _transfers(sending, Sent("", "", "layer"))
     activations = Spent.of(run(alone([("activations", layer.activations)]), layer.cluster))
     vocabulary = Spent()
     if layer.model.vocab and layer.division.tensor > 1:
         exchanges = 4 if layer.division.pipeline == 1 else 2
         vocabulary = exchanges * Spent.of(run(alone([("tokens", layer.tokens)]), layer.cluster))
     again = _transfers(sending, Sent("layer")).seconds if layer.vocabulary else 0.0
-    return _Ends(weights, gradients, of_layer, activations, vocabulary, again)
+    return _Ends(weights, gradients, layer_weights, layer_gradients, activations, vocabulary, again)
 
 
 @lru_cache(maxsize=256)
 def _forward(layer: Layer, way: OneWay, sent: Sent) -> Spent:
-    return Spent.of_many(run(layer.forward(way.events, sent), layer.cluster))
+    return Spent.of_many(run(layer.of(sent.beside).forward(way.events, sent), layer.cluster))
 
 
 @lru_cache(maxsize=256)
 def _backward(layer: Layer, way: OneWay, again: OneWay | None, sent: Sent) -> Spent:
     repeated = () if again is None else again.events
-    return Spent.of_many(run(layer.backward(way.events, repeated, sent), layer.cluster))
+    return Spent.of_many(run(layer.of(sent.beside).backward(way.events, repeated, sent), layer.cluster))
 
 
 @lru_cache(maxsize=256)

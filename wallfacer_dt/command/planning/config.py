@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wallfacer_dt.planning import ModelShape
-from wallfacer_dt.planning.known_models import LEARNED, MORE_TOKENS, YARN, KnownModel, without_experts
+from wallfacer_dt.planning.known_models import LEARNED, MORE_TOKENS, YARN, KnownModel
 from wallfacer_dt.reading import read_json, shown
 
 _MOST_BYTES = 2**20
@@ -119,13 +119,13 @@ def read_config(path: str) -> KnownModel:
         said = "gelu_pytorch_tanh"
     if kind in _DENSE:
         sizes["shared_ffn"] = _whole_or_none(path, "n_shared_experts", config) * sizes["ffn"]
-    dense = _dense(path, kind, config, sizes["layers"]) if kind in _DENSE else 0
+        sizes |= _dense(path, kind, config, sizes["layers"])
     window, windowed = _windows(path, kind, config, sizes["layers"])
     try:
         shape = ModelShape(**sizes, gated=kind in _GATED, windowed_layers=windowed)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape, dense)), window)
+    return KnownModel(shape, _ACTIVATIONS[said], tuple(_left_out(kind, config, shape)), window)
 
 
 def _latents(path: str, config: Mapping[str, Any]) -> dict[str, int]:
@@ -136,15 +136,18 @@ def _latents(path: str, config: Mapping[str, Any]) -> dict[str, int]:
     return found | {"head_dim": own + found["rotary_dim"]}
 
 
-def _dense(path: str, kind: str, config: Mapping[str, Any], layers: int) -> int:
-    """How many first layers have no experts."""
+def _dense(path: str, kind: str, config: Mapping[str, Any], layers: int) -> dict[str, int]:
+    """Sizes of the first layers that have no experts."""
     if config.get("moe_layer_freq", 1) != 1:
         said = shown(config["moe_layer_freq"])
         raise ValueError(f"{path}: layers without experts among others are not planned: moe_layer_freq is {said}")
     dense = _whole(path, "first_k_dense_replace", config.get("first_k_dense_replace", _DENSE[kind]), least=0)
     if dense >= layers:
         raise ValueError(f"{path}: first_k_dense_replace must be below the {layers} layers, got {dense}")
-    return dense
+    if not dense:
+        return {}
+    ffn = _whole(path, "intermediate_size", config.get("intermediate_size"))
+    return {"dense_layers": dense, "dense_ffn": ffn}
 
 
 def _windows(path: str, kind: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
@@ -195,7 +198,7 @@ def _check_all_have_experts(path: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape, dense: int) -> list[str]:
+def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the config says and the planner does not count."""
     # What transformers takes unless it is said.
     said = {"tie_word_embeddings": kind.startswith(("gemma", "gpt2", "smollm3"))}
@@ -218,8 +221,6 @@ def _left_out(kind: str, config: Mapping[str, Any], shape: ModelShape, dense: in
         found.append("sinks, which the style must be told")
     if kind == "glm4_moe" and said.get("use_qk_norm"):
         found.append("norms of queries and keys")
-    if dense:
-        found.append(without_experts(dense))
     if kind in _DENSE and said.get("num_nextn_predict_layers"):
         found.append(MORE_TOKENS)
     if kind in ("gpt2", "gpt_oss", "qwen2"):

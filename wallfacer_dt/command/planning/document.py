@@ -25,7 +25,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
         version     1
         model       hidden, heads, kv_heads, head_dim, ffn, gated, layers, vocab, experts, experts_per_token,
                     windowed_layers (those that window_size is for; null: all), shared_ffn, value_dim, kv_rank, q_rank,
-                    rotary_dim
+                    rotary_dim, dense_layers (the first so many have no experts), dense_ffn
         sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype, documents (tokens of
                     those packed into it, in turn and round again; empty: one)
         cluster     ranks, ranks_per_node, nics, memory (or null)

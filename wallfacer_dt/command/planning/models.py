@@ -26,8 +26,10 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
     given = {field: value for field, value in sizes.items() if value is not None}
     assert given.keys() <= {field.name for field in fields(ModelShape)}
     if 0 in (given.get("ffn"), given.get("experts")):
-        for implied in ("experts", "experts_per_token", "shared_ffn"):
+        for implied in ("experts", "experts_per_token", "shared_ffn", "dense_layers"):
             given.setdefault(implied, 0)
+    if given.get("dense_layers") == 0:
+        given.setdefault("dense_ffn", 0)
     if name is None:
         for needed in ("hidden", "heads"):
             if needed not in given:
@@ -47,8 +49,6 @@ def make_model(name: str | None, **sizes: Any) -> KnownModel:
             f"--windowed-layers is missing: {windowed} of the model's {known.shape.layers} layers have a window; how "
             f"many of --layers {given['layers']}?"
         )
-    if given.get("experts") == 0:
-        known = replace(known, left_out=tuple(one for one in known.left_out if "without experts" not in one))
     with as_options():
         return replace(known, shape=replace(known.shape, **given))
 

@@ -73,6 +73,11 @@ def plan(
     experts_per_token: Annotated[
         int | None, typer.Option(help="Experts that a token goes to. [default: 0, or the model's]")
     ] = None,
+    dense_layers: Annotated[
+        int | None,
+        typer.Option(help="First layers that have no experts, but one feed-forward. [default: 0, or the model's]"),
+    ] = None,
+    dense_ffn: Annotated[int | None, typer.Option(help="Hidden units of these. [default: 0, or the model's]")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers. [default: 1, or the model's]")] = None,
     windowed_layers: Annotated[
         int | None,
@@ -187,6 +192,7 @@ def plan(
     known = make_model(
         model, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=gated, layers=layers,
         vocab=vocab, experts=experts, experts_per_token=experts_per_token, windowed_layers=windowed_layers,
+        dense_layers=dense_layers, dense_ffn=dense_ffn,
     )  # fmt: skip
     window = known.window if window is None else window
     if windowed_layers is not None and window is None:

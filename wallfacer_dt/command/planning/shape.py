@@ -69,7 +69,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 _MOST_ELEMENTS = 2**56
 _FIELDS = re.compile(
-    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|windowed_layers|layers|vocab|experts_per_token|experts|length|batch|documents)\b"
+    r"\b(ranks_per_node|ranks|nics|hidden|kv_heads|heads|head_dim|ffn|dense_ffn|dense_layers|windowed_layers|layers|vocab|experts_per_token|experts|length|batch|documents)\b"
 )
 
 
@@ -156,6 +156,7 @@ def check_size(model: ModelShape, sequence: SequenceShape, sequences: int = 1) -
         2 * model.heads * max(model.dims),
         model.ffn_units,
         model.ffn * (model.experts or 1),
+        model.dense_ffn,
         model.vocab,
         model.layers,
     )

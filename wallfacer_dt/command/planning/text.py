@@ -137,6 +137,8 @@ def summary_of_model(model: ModelShape) -> str:
     """Its sizes."""
     shared = f" beside a shared one of {model.shared_ffn}" * bool(model.shared_ffn)
     experts = f", {model.experts_per_token} of {model.experts} experts{shared}" if model.experts else ""
+    if model.dense_layers:
+        experts += f", but one of {model.dense_ffn} in the first {model.dense_layers} of {model.layers} layers"
     ffn = f", {'gated ' * model.gated}feed-forward of {model.ffn}{experts}" if model.ffn else ""
     vocab = f", vocabulary of {model.vocab}" if model.vocab else ""
     values = f" and {model.value_dim}" * (model.value_dim is not None)
