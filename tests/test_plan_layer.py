@@ -21,10 +21,12 @@ from wallfacer_dt.planning.attention import compute_seconds, least_seconds, runs
 from wallfacer_dt.planning.candidates import CHECKPOINTS
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import attention_bytes, feed_forward_bytes, norm_bytes
+from wallfacer_dt.planning.flops import model_flops
 from wallfacer_dt.planning.fsdp import Sent
 from wallfacer_dt.planning.gpus import GPUS
 from wallfacer_dt.planning.groups import Group
 from wallfacer_dt.planning.layer import Layer, alone
+from wallfacer_dt.planning.model import LayerKind
 from wallfacer_dt.planning.predict import attention_cost, predict, predict_division, step_bytes
 from wallfacer_dt.planning.step import Spent, _once, _vocabulary, beside_attention, by_kind, least_step, simulated_step
 from wallfacer_dt.planning.timeline import Begin, Compute, End, on_links, run
@@ -343,6 +345,23 @@ def test_a_step_computes_attention_and_what_is_beside(layer: Layer) -> None:
     for rank, step in simulated_step(layer, cost.ways).items():
         beside = beside_attention(layer, rank)
         assert step.compute == pytest.approx(calls * attention + sum(beside.values()))
+
+
+def test_first_layers_without_experts_send_no_tokens() -> None:
+    model = replace(MODEL, experts=8, experts_per_token=2, dense_layers=1, dense_ffn=64)
+    layer = layer_of(Division(Candidate(2), shards=2, expert=4), model=model)
+    kinds: tuple[LayerKind, ...] = ("layer", "dense")
+    for some, names in zip(map(layer.of, kinds), (["counts", "dispatch", "combine"], []), strict=True):
+        assert [event.name for event in some.forward(()) if isinstance(event, Begin)] == names
+
+
+def test_flops_are_those_of_each_layers_own_weights() -> None:
+    model = replace(MODEL, experts=8, experts_per_token=2, dense_layers=1, dense_ffn=64)
+    told = [
+        model_flops(some, SEQUENCE) for some in (model, model.of("dense"), replace(model, dense_layers=0, dense_ffn=0))
+    ]
+    assert 4 * told[0] == told[1] + 3 * told[2]
+    assert told[1] < told[0] < told[2]
 
 
 @examples(30)

@@ -13,11 +13,11 @@ what a vocabulary needs, there are no weights.
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
 stage lets them: the last, which has the output projection, or the first of those that have most layers, or, where a
-model's first layers have no experts, most with as many of these. So m
-microbatches take all stages once, and the slowest m - 1 times more: of p like stages a bubble of (p - 1) / m. Where a
-rank has v stages (section 2.2.2) others wait for one of them: the bubble is (p - 1) / (v m), and of unlike stages about
-as much. What is sent between stages is waited for. As torchtitan's FSDP does beside a pipeline, weights are gathered
-once, under the first microbatch's forward, and gradients reduced after the last backward.
+model's first layers have no experts, most with as many of these. So m microbatches take all stages once, and the
+slowest m - 1 times more: of p like stages a bubble of (p - 1) / m. Where a rank has v stages (section 2.2.2) others
+wait for one of them: the bubble is (p - 1) / (v m), and of unlike stages about as much. What is sent between stages is
+waited for. As torchtitan's FSDP does beside a pipeline, weights are gathered once, under the first microbatch's
+forward, and gradients reduced after the last backward.
 """
 
 from collections import Counter
