@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -190,6 +190,8 @@ def test_what_metps_feed_forward_launches_is_told_within_a_fifth(ranks: int, gat
 @given(divided(), st.sampled_from([1e-6, 1e-4, 1e-2]))
 def test_a_step_takes_what_its_device_does_or_its_host(layer: Layer, launch: float) -> None:
     """Nothing else changes; a layer's forward and backward each take what takes longer."""
+    # Of unlike stages another may be the slowest then.
+    assume(layer.division.pipeline == 1 or not layer.model.dense_layers)
     where = replace(layer.cluster, kernels=replace(KERNELS, launch=launch))
     free = replace(layer.cluster, kernels=replace(KERNELS, launch=0.0))
     hosted, alone = (

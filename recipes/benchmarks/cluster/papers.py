@@ -32,7 +32,7 @@ def paper_cases() -> Iterator[Case]:
             yield _gpt(nodes, 128 * K, adapter, STRONG)
     yield _gpt(4, 256 * K, 50e9, WEAK)
     yield _gpt(4, 512 * K, 50e9, LONG)
-    yield _gpt(4, 128 * K, 50e9, LONG, GPT_3B)
+    yield from (_gpt(4, tokens * K, 50e9, LONG, GPT_3B) for tokens in (128, 256, 512))
     flat, ratios = Machines(8, 1, (_ADAPTER,) * 8), (3.0, 2.0, 1.5, 1.0, 0.75, 0.5)
     yield from (Case(flat, 16, 16, "full", ratio, figure=OVERLAP) for ratio in ratios)
     yield from (Case(flat, 1, 1, "full", ratio, 256, METP) for ratio in ratios)
