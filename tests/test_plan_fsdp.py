@@ -4,16 +4,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -112,16 +113,19 @@ def watched(
     """One rank of eight in a step; of so many microbatches as a pipeline has them."""
     with fake_world(8, 1):
         model = Sharded(replicas, 8 // replicas, dtype, make, resharded=microbatches is None)
-        tokens = torch.zeros(1, 8, dtype=torch.long)
-        assert isinstance(model, FSDPModule)
-        with Watched() as seen:
-            for _ in range(microbatches or 1):
-                for switch in (model.set_is_last_backward, model.set_requires_gradient_sync):
-                    switch(microbatches is None)
-                model.set_reshard_after_backward(microbatches is None)
+        tokens = torch.zeros(microbatches or 1, 8, dtype=torch.long)
+        if microbatches is None:
+            with Watched() as seen:
                 model(tokens).sum().backward()
-            if microbatches:
-                _PipelineStageBase.perform_reduce_grad(SimpleNamespace(submod=model), 1)
+        else:
+            alone = dist.new_group([1])
+            stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
+            schedule = Schedule1F1B(stage, microbatches, lambda logits, _: logits.sum(), scale_grads=False)
+            step = partial(schedule.step, tokens, target=tokens, losses=[], return_outputs=False)
+            step()  # in its first a pipeline runs a microbatch more, for its shapes
+            model.zero_grad()
+            with Watched() as seen:
+                step()
         yield seen
 
 
