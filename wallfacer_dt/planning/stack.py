@@ -14,6 +14,13 @@ RMSNorm is torch's fused one, which CUDA has for weights of the input's dtype: i
 kept by the projections after it. Others keep more. In units of the input, with what they give: the fused one 2, torch's
 on the CPU, or with float32 weights under autocast, which is put together of other ops, 5 in 16 bits and 3 in float32,
 transformers' own 4 and 3.
+
+Note [Between stages]
+Until torch 2.15 a pipeline's stages have tensors for what comes of all microbatches of a step, activations and
+gradients, and what they gave until its backward. Since then what comes is made when it is due, and is gone when it was
+used. What there is beside layers' own is: of one stage a rank, the gradient that was sent last; of several, what they
+gave until its backward, and all gradients that they sent, for which torch's schedule waits at the end of the step; and
+of the last stage what came to it of all microbatches, as losses lead to it, which are kept until then.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,6 +34,7 @@ from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.dry_run import Peaks, feed_forward_peak
 from wallfacer_dt.planning.memory import attention_memory, projected_memory
 from wallfacer_dt.planning.model import LayerKind, ModelShape, SequenceShape, in_short, kinds_of_layers
+from wallfacer_dt.versions import PIPELINES_KEEP_BUFFERS
 
 _MOMENTS, _MASTER = 2 * 4, 4  # Adam's two in float32; of weights in 16 bits, what it updates
 
@@ -85,8 +93,8 @@ def division_memory(division: Division, model: ModelShape, sequence: SequenceSha
 
     Under 1F1B the first stage holds what up to p microbatches keep, the second one less, the last that of one, and what
     the loss keeps (Narayanan et al. 2021, section 2.2.1). The first has the embedding, the last the output projection.
-    What stages send each other comes into tensors of all microbatches of a step (``torch.distributed.pipelining``), of
-    which those between others have most: they receive activations and gradients.
+    What stages send each other comes, until torch 2.15, into tensors of all microbatches of a step, of which those
+    between others have most: they receive activations and gradients. See Note [Between stages].
 
     Args:
         division: how ranks are divided.
@@ -179,10 +187,17 @@ def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[t
 
 
 def _between_stages(layer: "_Layer", rank: int, in_flight: int) -> int:
-    """Bytes of what all microbatches receive, but for what layers keep of it, and of what those in flight gave."""
+    """Bytes of what stages receive and give, but for what layers keep of it. See Note [Between stages]."""
     division, each = layer.division, layer.division.interleave
     before, following = each - (rank == 0), each - (rank == division.pipeline - 1)
-    return layer.x * (division.microbatches * (before + following) + in_flight * (following - before) // each)
+    if PIPELINES_KEEP_BUFFERS:
+        return layer.x * (division.microbatches * (before + following) + in_flight * (following - before) // each)
+    is_last = rank == division.pipeline - 1 > 0
+    # When for the last time as many are in flight, one of them is the last stage's.
+    given, sent_back = in_flight - is_last, before * (each * division.microbatches - in_flight) // each
+    if each == 1:
+        given, sent_back = 0, before
+    return layer.x * (given + sent_back + is_last * (division.microbatches - 1))
 
 
 def _states(layer: "_Layer", rank: int) -> tuple[int, int, int]:
