@@ -11,9 +11,9 @@ JOBS ?= 2
 AT_A_TIME := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Other versions of torch that pyproject.toml allows, and tests of what is private or new in one of them.
 TORCHES ?= 2.11.0 2.14.1 2.15.0
-TORCH_TESTS ?= public fake_cuda transforms trace kernels combining checkpoint recorded masks blocks plan_memory generated \
-  plan_divide plan_fsdp metp_styles metp_attention metp_feed_forward mesh recipe pool agreement whereabouts dealing sdpa schedule styles dtensor \
-  compile equivalence
+TORCH_TESTS ?= public fake_cuda transforms trace kernels combining checkpoint recorded masks blocks plan_memory \
+  generated plan_divide plan_fsdp metp_styles metp_attention metp_feed_forward mesh recipe pool agreement whereabouts \
+  dealing sdpa schedule styles dtensor compile equivalence
 # The oldest packages of models that pyproject.toml allows, each laid over .venv for its tests.
 OLDEST ?= transformers-5.19.0 diffusers-0.41.0
 transformers_TESTS := transformers trainer peft recipe_hf

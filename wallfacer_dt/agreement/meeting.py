@@ -50,7 +50,7 @@ def _usual_keys() -> tuple[Any, Any]:
     return included, excluded
 
 
-# Private; run on torch 2.11.0 and 2.13.0.
+# Private; run on torch 2.11.0, 2.13.0 and 2.15.0.
 below_views = torch._C._AutoDispatchBelowADInplaceOrView
 """A context, below autograd and what notes views: what is made within is none, and can be written into."""
 

@@ -136,7 +136,7 @@ class WeightMesh:
             self.check_gathered(name)
         for name in _present(module, dims):
             parameter = module.get_parameter(name)
-            # Private names of torch; run on 2.11.0, 2.13.0 and 2.14.1.
+            # Private names of torch; run on 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
             hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooks or parameter.grad is not None:
                 raise ValueError(

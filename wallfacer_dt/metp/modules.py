@@ -221,7 +221,7 @@ def _check_hooks(name: str, module: nn.Module, who: str) -> None:
         )
 
 
-# Private names of torch; run on 2.11.0, 2.13.0 and 2.14.1.
+# Private names of torch; run on 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
