@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tests.cases import Case, Inner, draw, draw_extras, held, oracle, per_row, told
 from tests.refusals import Communication
 from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, context_parallel_attention, sharding
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ContextGroups, Coordinate
 from wallfacer_dt.options import AttentionOptions, Options, Setting
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -460,7 +460,8 @@ def test_the_rule_itself_refuses_too() -> None:
         )
         ring, team = (str(mesh.get_group(axis).group_name) for axis in mesh.mesh_dim_names)
         given = AttentionOptions(rotate="kv", rotate_forward="kv", kernel="flash")
-        setting = Setting(options=given, order="contiguous", place=Coordinate(2, 2, 0, 0), groups=("", ring, team))
+        groups = ContextGroups(Coordinate(2, 2, 0, 0), ("", ring, team))
+        setting = Setting(options=given, order="contiguous", groups=groups)
         options = Options(1.0, 0.0, setting, "")
         torch.ops.wallfacer_dt.attention(good, good, good, None, None, None, None, *options.told())
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)v must .*'cp_team'.*Replicate"):

@@ -28,7 +28,7 @@ from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.command.explain.facts import Communicate, Rank
 from wallfacer_dt.command.explain.make import make_facts
 from wallfacer_dt.command.explain.settings import Settings
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ContextGroups, Coordinate
 from wallfacer_dt.ops import BODIES
 from wallfacer_dt.options import AttentionOptions, Options, Setting, Window
 from wallfacer_dt.planning.attention import attention_events
@@ -585,7 +585,7 @@ def test_peak_memory_in_units_of_a_shard(mesh: tuple[int, int], rotate: str, mos
 ORDERED = st.lists(st.integers(), max_size=3).map(tuple)
 KINDS = {int: st.integers(), str: st.text(), bool: st.booleans(), int | None: st.none() | st.integers()}
 KINDS |= {tuple[int, ...]: ORDERED, Window | None: st.none() | st.tuples(st.none() | st.integers(), st.integers())}
-KINDS |= {tuple[str, str, str]: st.tuples(st.text(), st.text(), st.text())}
+NAMES = st.tuples(st.text(), st.text(), st.text())
 
 
 def any_of(kind: type, without: Collection[str] = (), **known: Any) -> st.SearchStrategy[Any]:
@@ -599,7 +599,7 @@ def any_of(kind: type, without: Collection[str] = (), **known: Any) -> st.Search
     setting=any_of(
         Setting,
         options=any_of(AttentionOptions, {"mask_mod", "order", "scale", "softcap"}),
-        place=any_of(Coordinate),
+        groups=st.builds(ContextGroups, any_of(Coordinate), NAMES, st.text(), ORDERED),
     ),
     rest=st.tuples(st.text(), st.text(), st.booleans()),
 )

@@ -28,7 +28,7 @@ from wallfacer_dt.dealing import warn_undealt
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.kernels.registry import check_kernel
 from wallfacer_dt.layout import check_length
-from wallfacer_dt.mesh import Coordinate, context_groups, name_of, whole_context_group
+from wallfacer_dt.mesh import ContextGroups, context_groups, name_of, whole_context_group
 from wallfacer_dt.ops import attention as operator
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, Options, Setting, Told, options_of, with_options
 from wallfacer_dt.order import check_order_fits, check_order_is_told
@@ -130,20 +130,19 @@ class ContextAttention(Setting):
             check_order_fits(options.order, mesh)
         elif options.has_mask:
             check_order_is_told(None, place.size)
-        context, context_ranks = "", ()
         if options.schedule == "published" and place.team > 1:
             # Making a group is done together, so no rank may have refused before.
             agree("attention", [("schedule", "published")], name_of(mesh))
             context, context_ranks = whole_context_group(mesh)
+            groups = groups._replace(context=context, context_ranks=context_ranks)
         return cls(
             options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=name_of(mesh),
-            device_type=mesh.device_type, place=place, groups=groups.names,
-            context=context, context_ranks=context_ranks, captured=_read_by(options.mask_mod, mesh.device_type),
+            device_type=mesh.device_type, groups=groups, captured=_read_by(options.mask_mod, mesh.device_type),
         )  # fmt: skip
 
     def _check_lasts(self, what: str) -> None:
         """Refuse (ValueError) what has no meaning in another process."""
-        if self.context:
+        if self.groups.context:
             raise ValueError(
                 f"schedule='published' has a process group of its own, which {what} would not find: use schedule='2d'"
             )
@@ -162,7 +161,7 @@ class ContextAttention(Setting):
                 f"a styled module is pickled with its mask_mod, which cannot be: {error}; save the module's "
                 "state_dict() and apply the style to a new one, or use a function of a module"
             ) from error
-        return _unpickled, (lasting(self.mesh), self.place, self.device_type, self.groups, self.options)
+        return _unpickled, (lasting(self.mesh), self.device_type, self.groups, self.options)
 
     def with_mask(self, mask_mod: MaskMod | BlockMask) -> "ContextAttention":
         """The same attention under an arbitrary mask, which a call brings with it."""
@@ -275,17 +274,15 @@ class ContextAttention(Setting):
         return recorded_mask(self.options.mask_mod, lengths, q.device.type, **may)
 
 
-def _unpickled(
-    mesh: str, place: Coordinate, device_type: str, groups: tuple[str, str, str], options: AttentionOptions
-) -> ContextAttention:
+def _unpickled(mesh: str, device_type: str, groups: ContextGroups, options: AttentionOptions) -> ContextAttention:
     """What was pickled, or a refusal (ValueError) where there is no such mesh."""
     try:
-        here = groups_here(mesh, place, groups)
+        here = groups_here(mesh, groups)
     except ValueError as error:
         raise ValueError(f"{error}; or load the module's state_dict() into one that has been styled here") from error
     return ContextAttention(
         options=options, order=options.order_name, mask_key=mask_key(options.mask_mod), mesh=named(mesh).name,
-        device_type=device_type, place=place, groups=here, captured=_read_by(options.mask_mod, device_type),
+        device_type=device_type, groups=here, captured=_read_by(options.mask_mod, device_type),
     )  # fmt: skip
 
 

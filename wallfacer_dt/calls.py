@@ -31,7 +31,7 @@ from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.kernels.block import BlockKernel, Need
 from wallfacer_dt.kernels.merge import output_factor, row_delta, sinks_gradient, with_sinks
 from wallfacer_dt.kernels.registry import select_kernel
-from wallfacer_dt.mesh import ContextGroups, Coordinate
+from wallfacer_dt.mesh import ContextGroups
 from wallfacer_dt.options import Options
 
 
@@ -104,8 +104,7 @@ def make_call(options: Options, inputs: AttentionInputs) -> Call:
     q, k, hidden = inputs.q.shape, inputs.k.shape, inputs.k_shared is None
     plan = _kept_plan(options, q, k, hidden) if is_kept else _plan(options, q, k, hidden, *inputs.documents)
     if is_lasting(options.setting.mesh):
-        here = groups_here(options.setting.mesh, *plan.groups[:2])
-        plan = replace(plan, groups=plan.groups._replace(names=here))
+        plan = replace(plan, groups=groups_here(options.setting.mesh, plan.groups))
     if inputs.q.is_cuda:  # all else can be gathered
         _check_gathers(plan, inputs.q.device)
     need = Need.of(inputs.q, inputs.v, masked=bool(options.mask), softcap=options.softcap)
@@ -160,8 +159,7 @@ def _plan(
     mask = Mask(left, right, told.prefix_length, bounds, bool(options.mask))
     heads = split_heads(q[1], k[1], place.ulysses, hidden=hidden)
     sequences = Sequences(q_length, k_length, setting.order, mask, told.replicated)
-    groups = ContextGroups(place, setting.groups, setting.context, setting.context_ranks)
-    return _Plan(options, groups, sequences, heads)
+    return _Plan(options, setting.groups, sequences, heads)
 
 
 _kept_plan = lru_cache(256)(_plan)
@@ -177,19 +175,19 @@ def _check_gathers(plan: _Plan, device: torch.device) -> None:
             check_gather(device, group)
 
 
-def groups_here(mesh: str, place: Coordinate, groups: tuple[str, str, str]) -> tuple[str, str, str]:
-    """The names here of a mesh's process groups (of axes ulysses, ring and team, or empty) for what was exported or
-    pickled, perhaps in another world, by the rank at ``place``; ValueError if there is no such mesh, or this is not it.
+def groups_here(mesh: str, groups: ContextGroups) -> ContextGroups:
+    """With the names here of a mesh's process groups, for what was exported or pickled by a rank, perhaps in another
+    world; ValueError if there is no such mesh, or this rank is not that one.
     """
-    names = iter(named(mesh).groups)
-    ulysses, ring, team = (next(names) if name else "" for name in groups)
+    place, names = groups.coordinate, iter(named(mesh).groups)
+    ulysses, ring, team = (next(names) if name else "" for name in groups.names)
     ranks = ((ulysses, place.ulysses_rank), (ring, place.ring_rank), (team, place.team_rank))
     if any(name and group_rank(name) != rank for name, rank in ranks):
         raise ValueError(
             f"this was exported or pickled by the rank with index {place.index} on a mesh {mesh}, which this one is "
             "not; every rank loads its own"
         )
-    return ulysses, ring, team
+    return groups._replace(names=(ulysses, ring, team))
 
 
 def _signature(options: Options, inputs: AttentionInputs) -> dict[str, Hashable]:

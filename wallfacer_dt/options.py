@@ -22,11 +22,11 @@ from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.volume import check_rotate
 from wallfacer_dt.compiler import as_text, from_text
 from wallfacer_dt.layout import check_length, shard_sizes
-from wallfacer_dt.mesh import Coordinate
+from wallfacer_dt.mesh import ContextGroups, Coordinate
 from wallfacer_dt.order import TokenOrder, check_token_order
 
 Window = tuple[int | None, int | None]
-_ALONE = Coordinate(1, 1, 0, 0)
+_ALONE = ContextGroups(Coordinate(1, 1, 0, 0), ("", "", ""))
 _shard_sizes = lru_cache(maxsize=256)(shard_sizes)
 
 
@@ -166,14 +166,16 @@ class Setting:
     mask_key: int = 0  # of the mask_mod, 0 for none: its number in this process
     mesh: str = ""  # its name, by which ranks compare their calls; empty for none
     device_type: str = "cpu"
-    place: Coordinate = _ALONE  # this rank's
-    groups: tuple[str, str, str] = ("", "", "")  # names of the process groups of axes ulysses, ring and team, or empty
-    context: str = ""  # name of the ring's and team's common process group, or empty where the schedule does not use it
-    context_ranks: tuple[int, ...] = ()  # for every inner index its rank in ``context``
+    groups: ContextGroups = _ALONE  # without ``context`` where the schedule does not use it
 
     def __hash__(self) -> int:
         """Of what is seldom another, since it is asked for at every call."""
         return hash(self.mesh)
+
+    @property
+    def place(self) -> Coordinate:
+        """This rank's."""
+        return self.groups.coordinate
 
     @property
     def has_mask(self) -> bool:
@@ -234,7 +236,7 @@ class Options(NamedTuple):
         """As operators take them after their tensors: :data:`SCHEMA`, and with masks :data:`MASK_SCHEMA`."""
         setting = self.setting
         values = _values(setting.options, _IN_TEXT), _values(setting.place, _PLACE), _values(setting, _SETTING)
-        text = as_text((*values, *self[3:-1]))
+        text = as_text((*values, setting.groups[1:], *self[3:-1]))
         return self.scale, self.softcap, setting.options.length or 0, text, list(self.captured)
 
     @classmethod
@@ -264,7 +266,7 @@ NOT_WAYS = tuple(name for name in OPTIONS if name not in WayKeywords.__annotatio
 # Beside the text are numbers that a compiler may take for symbols.
 _IN_TEXT = tuple(name for name in OPTIONS if name not in ("scale", "softcap", "length", "order", "mask_mod"))
 _PLACE = tuple(field.name for field in fields(Coordinate))
-_SETTING = tuple(field.name for field in fields(Setting) if field.name not in ("options", "place"))
+_SETTING = tuple(field.name for field in fields(Setting) if field.name not in ("options", "groups"))
 
 
 def _values(data: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -273,10 +275,10 @@ def _values(data: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 @lru_cache(1024)
 def _options(scale: float, softcap: float, length: int, text: str) -> Options:
-    options, place, others, *rest = from_text(text)
+    options, place, others, names, *rest = from_text(text)
     known = AttentionOptions(**dict(zip(_IN_TEXT, options, strict=True)), length=length or None)
-    named = dict(zip(_SETTING, others, strict=True))
-    return Options(scale, softcap, Setting(options=known, place=Coordinate(*place), **named), *rest)
+    named, groups = dict(zip(_SETTING, others, strict=True)), ContextGroups(Coordinate(*place), *names)
+    return Options(scale, softcap, Setting(options=known, groups=groups, **named), *rest)
 
 
 def options_of(

@@ -95,7 +95,7 @@ def unshard_sequence(
     """
     with refusing_together(check_token_order(order).mesh_name):
         # Of a pickled order the groups may be called otherwise here.
-        groups = groups_here(order.mesh_name, order.groups.coordinate, order.groups.names)
+        groups = groups_here(order.mesh_name, order.groups).names
         dim = checked_dim(x, dim)
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         if needs_gradient and not grad:

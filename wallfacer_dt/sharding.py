@@ -117,7 +117,7 @@ def register(op: OpOverload, inputs: Sequence[str], outputs: Sequence[str]) -> N
         told: Any = schema.args_schema[len(inputs) : -1]
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         q = specs["q"]
-        placements = placements_for(specs, Options.of_text(told[-1]).setting.groups)
+        placements = placements_for(specs, Options.of_text(told[-1]).setting.groups.names)
         alike = (Replicate(),) * len(placements)
         by_heads = tuple(Shard(0) if _is_shard(p, HEADS) else Replicate() for p in placements)
         by_name = {

@@ -18,6 +18,7 @@ from wallfacer_dt.collectives.groups import absent_group
 from wallfacer_dt.compiler import SOURCES
 from wallfacer_dt.inputs import AttentionInputs
 from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.mesh import ContextGroups
 from wallfacer_dt.metp.attention import BlockOptions, metp_attention_backward_body, metp_attention_body
 from wallfacer_dt.metp.feed_forward import FeedForwardOptions, feed_forward_backward_body
 from wallfacer_dt.ops import attention_backward_body, attention_body
@@ -171,21 +172,17 @@ def _workspace(func: Any, args: tuple) -> int:
 
 def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Options:
     place, inner = candidate.place(index), candidate.ring * candidate.team
-    is_whole = candidate.schedule == "published" and candidate.team > 1
     options = AttentionOptions(
         is_causal=sequence.is_causal, window_size=sequence.window_size, length=sequence.length,
         schedule=candidate.schedule, rotate=candidate.rotate, rotate_forward=candidate.rotate_forward,
     )  # fmt: skip
-    setting = Setting(
-        options=options,
-        order=candidate.order,
-        place=place,
-        groups=(
-            absent_group(place.ulysses_rank, place.ulysses),
-            absent_group(place.ring_rank, place.ring),
-            absent_group(place.team_rank, place.team),
-        ),
-        context=absent_group(place.inner_index, inner) if is_whole else "",
-        context_ranks=tuple(range(inner)) if is_whole else (),
+    names = (
+        absent_group(place.ulysses_rank, place.ulysses),
+        absent_group(place.ring_rank, place.ring),
+        absent_group(place.team_rank, place.team),
     )
+    groups = ContextGroups(place, names)
+    if candidate.schedule == "published" and candidate.team > 1:
+        groups = groups._replace(context=absent_group(place.inner_index, inner), context_ranks=tuple(range(inner)))
+    setting = Setting(options=options, order=candidate.order, groups=groups)
     return Options(1.0, 0.0, setting, SOURCES)
