@@ -52,16 +52,20 @@ class Mask:
                 bounds.setflags(write=False)
         return self._bounds[row if self.documents else 0]
 
+    def seen(self, row: int, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of queries at ascending positions, those from which on, and those before which, each sees keys."""
+        bounds = self.bounds(row)
+        document = begun(bounds, queries)
+        first, stop = bounds[document - 1], bounds[document]
+        if self.left is not None:
+            first = np.maximum(first, queries - self.left)
+        if self.right is not None:
+            stop = np.minimum(stop, np.maximum(queries + self.right + 1, self.prefix))
+        return first, stop
+
     def reach(self, row: int, queries: Spans) -> Spans:
         """By span of queries, the positions of all keys that some of them see: of those and no other."""
-        bounds = self.bounds(row)
-        first = bounds[np.searchsorted(bounds, queries[:, 0], "right") - 1]
-        last = bounds[np.searchsorted(bounds, queries[:, 1] - 1, "right")]
-        if self.left is not None:
-            first = np.maximum(first, queries[:, 0] - self.left)
-        if self.right is not None:
-            last = np.minimum(last, np.maximum(queries[:, 1] + self.right, self.prefix))
-        return np.stack([first, last], -1)
+        return np.stack([self.seen(row, queries[:, 0])[0], self.seen(row, queries[:, 1] - 1)[1]], -1)
 
 
 def pairs_of(reach: Spans, keys: Spans) -> tuple[np.ndarray, np.ndarray]:

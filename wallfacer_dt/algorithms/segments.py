@@ -69,8 +69,9 @@ class Segments:
         A bound on the right but the diagonal, or none beside one on the left, flash attention may get wrong in segments
         of fewer keys than queries: see ``kernels.windows``.
         """
-        is_safe = self.window == _FULL or self.right == 0 or not any(_more_queries(some).any() for some in self.rows)
-        return is_safe and sum(map(len, self.rows)) > 1
+        q, q_stop, k, k_stop = np.concatenate(self.rows).T
+        is_safe = self.window == _FULL or self.right == 0 or not (q_stop - q > k_stop - k).any()
+        return bool(is_safe and len(q) > 1)
 
     @property
     def calls(self) -> int:
@@ -213,31 +214,12 @@ class Stored:
         return starts, np.append(0, stops), np.append(0, np.cumsum(stops - starts))
 
     @cached_property
-    def ends(self) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+    def ends(self) -> list[tuple[Ints, Ints]]:
         """Positions before which queries see no keys, and positions before which they see some, both ascending.
 
         With where among them are those of the first and of the last query of each piece.
         """
-        document, *sees = self.seen(self.pieces)
-        left = UNBOUNDED if self.mask.left is None else self.mask.left
-        queries = self.pieces[:, 0], self.pieces[:, 1] - 1
-        back = (np.maximum(self.bounds[document - 1], some - left) for some in queries)
-        return _places(*back), _places(*sees)
-
-    def seen(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
-        """Of spans of queries, each in one document: its number, and the positions before which its ends see keys."""
-        document = begun(self.bounds, spans[:, 0])
-        ahead = UNBOUNDED if self.mask.right is None else self.mask.right + 1
-        first, last = (
-            np.minimum(self.bounds[document], np.maximum(some + ahead, self.mask.prefix))
-            for some in (spans[:, 0], spans[:, 1] - 1)
-        )
-        return document, first, last
-
-    @cached_property
-    def reach(self) -> Spans:
-        """By piece, the positions of all keys that some of its queries see."""
-        return self.mask.reach(self.row, self.pieces)
+        return [_places(*some) for some in zip(*_seen(self, self.pieces), strict=True)]
 
 
 def plan_work(queries: ByRow, keys: ByRow, mask: Mask, sees: Sees | None = None) -> Work:
@@ -331,11 +313,6 @@ def _row_of_batch(q: Stored, k: Stored) -> list[Call]:
     return calls if _count(calls) <= _MOST else min(calls, next(found), key=_count)
 
 
-def _more_queries(some: Ints) -> Ints:
-    """Of segments (n, 4), which have fewer keys than queries."""
-    return some[:, 1] - some[:, 0] > some[:, 3] - some[:, 2]
-
-
 def _as_ragged(call: Segments) -> Work:
     """The same in two calls at most, where there is a bound on the left only: queries that see all keys go apart."""
     if call.is_ragged or call.right >= 0 or sum(map(len, call.rows)) < 2:
@@ -360,12 +337,6 @@ def _calls(windows: Ints, segments: Ints) -> list[Call]:
     starts = np.flatnonzero(np.append(True, (left[1:] != left[:-1]) | (right[1:] != right[:-1]))[: len(windows)])
     parts = zip(windows[starts].tolist(), np.split(segments, starts[1:]), strict=False)
     return [((left, right), part) for (left, right), some in parts for part in _apart(some)]
-
-
-def _distinct(x: Ints) -> Ints:
-    """``np.unique``, ten times as fast on what is nearly in order."""
-    x = np.sort(x, kind="stable")
-    return x[np.append(True, x[1:] != x[:-1])[: len(x)]]
 
 
 def _apart(some: Ints) -> list[Ints]:
@@ -412,6 +383,11 @@ def _whole(q: Stored, k: Stored) -> list[Call] | None:
     return None if are_stairs or len(calls) > _MOST else calls
 
 
+def _seen(q: Stored, spans: Spans) -> list[tuple[Ints, Ints]]:
+    """What the first and the last query of each span see, as :meth:`Mask.seen` says it."""
+    return [q.mask.seen(q.row, at) for at in (spans[:, 0], spans[:, 1] - 1)]
+
+
 def _places(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """Of positions that ascend from a first to a last one and on: those that differ, and where each is among them."""
     at = np.stack([first, last], -1).reshape(-1)
@@ -430,10 +406,10 @@ def _stairs(q: Stored, k: Stored, between: bool) -> tuple[Ints, Ints]:
         ahead = q.mask.right + 1
         cuts = [k.pieces.reshape(-1) - ahead, q.bounds - ahead, np.array([q.mask.prefix - ahead])]
         spans = _cut_at(spans, np.sort(np.concatenate(cuts), kind="stable"))
-    document, *sees = q.seen(spans)
-    low, high, last = k.before(q.bounds)[document - 1], *map(k.before, sees)
+    (start, first), (_, last) = _seen(q, spans)
+    low, high, last = map(k.before, (start, first, last))
     lengths, moves = spans[:, 1] - spans[:, 0], last > high
-    step = np.where(document[1:] == document[:-1], high[1:] - last[:-1], _JUMP)
+    step = np.where(start[1:] == start[:-1], high[1:] - last[:-1], _JUMP)
     at = np.cumsum(lengths) - lengths
     firsts = _segment_starts(moves, np.where((step >= 0) & (step <= between), step, _JUMP), lengths)
 
@@ -481,11 +457,8 @@ def _windows(q: Stored, k: Stored) -> tuple[Ints, Ints]:
     assert mask.left is not None, "a bound on the left"
     length = int(max(q.spans[-1, 1], k.spans[-1, 1]))
     left, right = min(mask.left, length), length if mask.right is None else min(mask.right, length)
-    rows, columns, reach = q.pieces, k.pieces, q.reach
-    if _overlap(rows, columns):
-        rows, columns = _cut_at(rows, columns.reshape(-1)), _cut_at(columns, rows[:, 1])
-        reach = mask.reach(q.row, rows)
-    pair, other = pairs_of(reach, columns)
+    rows, columns = _cut_at(q.pieces, k.pieces.reshape(-1)), _cut_at(k.pieces, q.pieces[:, 1])
+    pair, other = pairs_of(mask.reach(q.row, rows), columns)
     (a, b, q_at), (c, d, k_at) = (
         (some[:, 0][which], some[:, 1][which], (stored_at(some) - some[:, 0])[which])  # and from positions to rows
         for some, which in ((rows, pair), (columns, other))
@@ -532,19 +505,14 @@ def _beside(chosen: Ints, *columns: Ints) -> Ints:
     return np.stack([column[rows] for column in columns], -1)
 
 
-def _overlap(some: Spans, others: Spans) -> bool:
-    """Whether ascending spans have positions in common with others."""
-    number = begun(others[:, 0], some[:, 0])
-    before, after = np.append(0, others[:, 1])[number], np.append(others[:, 0], UNBOUNDED)[number]
-    return bool(((before > some[:, 0]) | (after < some[:, 1])).any())
-
-
 def _cut_at(spans: Spans, at: Ints) -> Spans:
     """Spans cut at ascending positions."""
     span = begun(spans[:, 0], at) - 1
     at = at[(span >= 0) & (spans[span, 0] < at) & (at < spans[span, 1])]
     if not len(at):
         return spans
-    starts = _distinct(np.append(spans[:, 0], at))
+    # What is nearly in order np.unique takes ten times as long to sort.
+    starts = np.sort(np.append(spans[:, 0], at), kind="stable")
+    starts = starts[np.append(True, starts[1:] != starts[:-1])]
     span = begun(spans[:, 0], starts) - 1
     return np.stack([starts, np.minimum(np.append(starts[1:], UNBOUNDED), spans[span, 1])], -1)
