@@ -14,9 +14,9 @@ from torch import Tensor
 
 from wallfacer_dt.agreement.agree import agree, hear_once, named, tell
 from wallfacer_dt.agreement.worlds import is_lasting
-from wallfacer_dt.algorithms.arithmetic import Arithmetic, Backward, Forward, Operand, Scores
+from wallfacer_dt.algorithms.arithmetic import Backward, Forward, Operand, Scores
 from wallfacer_dt.algorithms.blocks import Answers, check_mask
-from wallfacer_dt.algorithms.execute import Computed, execute, nothing
+from wallfacer_dt.algorithms.execute import execute
 from wallfacer_dt.algorithms.heads import HeadExchange, Heads, Kind, head_exchange, split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.replicated import Replicated
@@ -266,7 +266,7 @@ class Call(NamedTuple):
             queries, keys = Operand(tuple(tensors[:1])), Operand(tuple(tensors[1:]))
             del tensors
             arithmetic = Forward(self._scores(heads), value_dim, stays_wide=sinks is not None)
-            partial, _ = yield from self._execute(schedule, arithmetic, heads, queries, keys)
+            partial, _ = yield from execute(schedule, arithmetic, self.plan.groups, queries, keys)
             if sinks is not None:
                 out, lse = partial
                 partial = with_sinks(out, lse, sinks[slice(*heads.q)])
@@ -296,7 +296,7 @@ class Call(NamedTuple):
             queries, keys = Operand(tuple(tensors[:n]), out=own_out), Operand(tuple(tensors[n:]))
             del tensors
             arithmetic = Backward(self._scores(heads))
-            dq, dkeys = yield from self._execute(schedule, arithmetic, heads, queries, keys)
+            dq, dkeys = yield from execute(schedule, arithmetic, self.plan.groups, queries, keys)
             return arithmetic.outgoing((*dq, *dkeys), q.dtype)
 
         key_kinds = _KEY_KINDS[: len(keys)]
@@ -317,14 +317,6 @@ class Call(NamedTuple):
             offsets = tuple(range(1, place.ring)) if self.offsets is None else self.offsets[resident]
             return make_asked_schedule(place, plan.sequences, self.answers, offsets, **how)
         return plan.schedules.setdefault(backward, make_schedule(place, plan.sequences, **how))
-
-    def _execute(
-        self, schedule: Schedule, arithmetic: Arithmetic, heads: Heads, queries: Operand, keys: Operand
-    ) -> Computing[Computed]:
-        """What was computed for own queries and own keys."""
-        if heads.is_empty:
-            return nothing(schedule, arithmetic, queries, keys)
-        return execute(schedule, arithmetic, self.plan.groups, queries, keys)
 
     def _by_heads(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from wallfacer_dt.agreement.progress import Waiting
-from wallfacer_dt.algorithms.arithmetic import SEQUENCE_DIM, Arithmetic, Operand, Sent
+from wallfacer_dt.algorithms.arithmetic import HEADS_DIM, SEQUENCE_DIM, Arithmetic, Operand, Sent
 from wallfacer_dt.algorithms.steps import (
     CONTEXT,
     SIDES,
@@ -40,11 +40,12 @@ def execute(
     """What a schedule computes for this rank's own queries and keys.
 
     In the forward (out, lse) for queries and nothing for keys, in the backward gradients; as a kernel gave them, in the
-    accumulation dtype, or rounded to the inputs'.
+    accumulation dtype, or rounded to the inputs'. Of no heads nothing is sent.
     """
     run = _Run(schedule, arithmetic, groups, {"q": queries, "kv": keys})
+    has_heads = queries.data[0].shape[HEADS_DIM] > 0
     for part, steps in zip(Parts._fields, schedule.parts, strict=True):
-        if steps:
+        if steps and has_heads:
             with Waiting(run, run.ranks):
                 for step in steps:
                     match step:
@@ -59,12 +60,6 @@ def execute(
         if part != "ends":
             yield
     return run.result("q"), run.result("kv") if arithmetic.gives_to_keys else ()
-
-
-def nothing(schedule: Schedule, arithmetic: Arithmetic, queries: Operand, keys: Operand) -> Computing[Computed]:
-    """The same of no heads."""
-    yield from [None] * (len(schedule.parts) - 1)
-    return arithmetic.nothing(queries), arithmetic.nothing(keys) if arithmetic.gives_to_keys else ()
 
 
 class _Run:
