@@ -54,7 +54,7 @@ class RingOfWeights:
 
     tokens: int  # of this rank; others may have as many as they like: they stay where they are
     units: tuple[int, ...]  # by rank of the ring
-    mask: ClassVar[Mask] = Mask()  # all tokens see all units
+    mask: ClassVar[Mask] = Mask()  # all tokens see all units, which every tile has therefore
 
     def inner_sizes(self, side: Side, axes: tuple[int, int, int]) -> tuple[int, ...]:
         """By rank, how many it holds on a side."""
@@ -83,10 +83,6 @@ class Units(NamedTuple):
         rest = iter(tensors)
         return Units(*(None if x is None else next(rest)[0, 0] for x in self))  # pyrefly: ignore[bad-argument-type]
 
-    def part(self, start: int, stop: int) -> "Units":
-        """Some of the units."""
-        return Units(*(None if x is None else x[start:stop] for x in self))  # pyrefly: ignore[bad-argument-type]
-
 
 @dataclass(frozen=True, slots=True)
 class FeedForward(Sums):
@@ -103,8 +99,8 @@ class FeedForward(Sums):
             query.partial = self.nothing(query)
         x, out = query.data[0][0, 0], query.partial[0][0, 0]
         for tile in (tile for segments in work for tile in segments.tiles):
-            rows, some = slice(*tile.q), units.part(*tile.k)
-            add_product_(out[rows], self._hidden(x[rows], some), some.down)
+            rows = slice(*tile.q)
+            add_product_(out[rows], self._hidden(x[rows], units), units.down)
 
     def _hidden(self, x: Tensor, units: Units) -> Tensor:
         """Nothing else of the size of the hidden is alive afterwards, nor twice as much meanwhile."""
@@ -137,7 +133,7 @@ class FeedForwardBackward(Sums):
         units, grads = self.own.like(keys.data), self.own.like(keys.partial)
         for tile in (tile for segments in work for tile in segments.tiles):
             rows = slice(*tile.q)
-            self._add(x[rows], self.grad_out[rows], dx[rows], units.part(*tile.k), grads.part(*tile.k))
+            self._add(x[rows], self.grad_out[rows], dx[rows], units, grads)
 
     def _add(self, x: Tensor, grad_out: Tensor, dx: Tensor, units: Units, grads: Units) -> None:
         """Add what some units give to some tokens, whose gradient is dx, and these to the units' gradients."""
