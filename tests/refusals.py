@@ -429,6 +429,7 @@ DISAGREEMENTS: dict[str, Callable[[], Any]] = {
         attend(sinks=torch.zeros(2, requires_grad=dist.get_rank() == 1)).sum().backward()
     ),
     "no gradients on one rank": without_gradients,
+    "no values on one rank": lambda: styled()(x(), x(), *[x()] * (dist.get_rank() != 2)),
     "a mask on one rank": lambda: called(attn_mask=torch.ones(4, 4) if dist.get_rank() == 2 else None),
     "a learned scale on one rank": lambda: called(scale=torch.tensor(0.5) if dist.get_rank() == 2 else None),
     "another order on one rank": lambda: unordered(another_name_on_one_rank(), is_causal=True),

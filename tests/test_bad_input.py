@@ -275,6 +275,7 @@ MESSAGES = {
     "no gradients on one rank": ("ValueError", "got rank 0: True, rank 1: False, rank 2: True"),
     "called with grouped heads switched off by position": ("ValueError", "enable_gqa=False, but q has shape"),
     "called with one option twice": ("TypeError", "attention got multiple values for argument 'attn_mask'"),
+    "no values on one rank": ("(ValueError|TypeError)", "attention is called without v: pass q, k and v"),
     "a mask on one rank": ("ValueError", "attn_mask=a tensor of shape (4, 4), which this style does not implement"),
     "a learned scale on one rank": ("(ValueError|TypeError)", "scale must be a float or None, got tensor(0.5000)"),
     "another order on one rank": (

@@ -28,7 +28,7 @@ from wallfacer_dt.equivalence.check import check_once
 from wallfacer_dt.equivalence.trial import CAUSAL_NAMES, SCALE_NAMES, SOFTCAP_NAMES
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
 from wallfacer_dt.matching import AttentionStyle
-from wallfacer_dt.mesh import Coordinate, context_groups, name_of
+from wallfacer_dt.mesh import context_groups, name_of
 from wallfacer_dt.options import AttentionKeywords, AttentionOptions, check_scale, options_of, with_options
 from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call, refuse_in_graph
@@ -85,22 +85,18 @@ class _ContextParallel(AttentionStyle):
     def __init_subclass__(cls) -> None:
         cls.__signature__ = with_options(cls.__init__, cls._without)
 
-    def _check_place(self, place: Coordinate) -> None:
-        """Refuse (ValueError) a mesh that is not of this style."""
-        for axis in self._of_size_1:
-            size = getattr(place, axis.removeprefix("cp_"))
-            if size > 1:
-                raise ValueError(
-                    f"{type(self).__name__} needs a mesh with {axis} of size 1, got {size}; use WallFacerParallel, or "
-                    f"context_mesh(device_type, {self._remedy})"
-                )
-
     def attention_on(self, mesh: DeviceMesh, options: AttentionOptions) -> ContextAttention:
         """Attention on a mesh with these options instead of the style's own; all ranks call it together."""
         name, who = name_of(mesh), type(self).__name__
         with refusing_together(name):
             attention = ContextAttention.on(mesh, options, any_axis=self._any_axis)
-            self._check_place(attention.place)
+            for axis in self._of_size_1:
+                size = getattr(attention.place, axis.removeprefix("cp_"))
+                if size > 1:
+                    raise ValueError(
+                        f"{who} needs a mesh with {axis} of size 1, got {size}; use WallFacerParallel, or "
+                        f"context_mesh(device_type, {self._remedy})"
+                    )
             agree(f"attention of {who}", [("order", options.order)], name)
         return attention
 
@@ -113,9 +109,8 @@ class _ContextParallel(AttentionStyle):
         the style does.
         """
         names, defaults = self._read_module(module)
-        kind = _Forward if names[:3] == ["q", "k", "v"] else _ForwardByName
         held = {what: x for what, x in vars(module).items() if isinstance(x, Tensor)}
-        return kind(attention, copy.copy(self), self, module, names, defaults, name, modes, held).forward
+        return _Forward(attention, copy.copy(self), self, module, names, defaults, name, modes, held).forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -292,16 +287,24 @@ class _Forward:
         module, held = (copy.deepcopy(x, memo) for x in (self.module, self.held))
         return replace(self, module=module, held=held)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention on this rank's shards, laid out as the style was told."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention on this rank's shards, laid out as the style was told, by place or by the module's names."""
+        by_name = self.names[len(args) : 3]
+        missing = [name for name in by_name if name not in kwargs]
+        if missing:
+            error = TypeError(f"attention is called without {', '.join(missing)}: pass q, k and v")
+            if not torch.compiler.is_compiling():
+                tell(error, self.attention.mesh)
+            raise error
+        q, k, v = *args[:3], *(kwargs.pop(name) for name in by_name)
         transposed = self.style.layout == "BLNH"
         if transposed:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
         if torch.compiler.is_compiling():
-            out = self._traced(q, k, v, args, kwargs)
+            out = self._traced(q, k, v, args[3:], kwargs)
         else:
             with Within(self.name):
-                out = self._eager(q, k, v, args, kwargs)
+                out = self._eager(q, k, v, args[3:], kwargs)
         return out.transpose(1, 2) if transposed and out.ndim == 4 else out
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -378,22 +381,6 @@ class _Forward:
         if twice := [name for name in kwargs if name in told or name in self.names[:3]]:
             raise TypeError(f"attention got multiple values for argument {twice[0]!r}")
         return told | kwargs
-
-
-class _ForwardByName(_Forward):
-    """That of a module which has other names for q, k and v, by which it may be called."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The same."""
-        by_name = self.names[len(args) : 3]
-        missing = [name for name in by_name if name not in kwargs]
-        if missing:
-            error = TypeError(f"attention is called without {', '.join(missing)}: pass q, k and v")
-            if not torch.compiler.is_compiling():
-                tell(error, self.attention.mesh)
-            raise error
-        inputs = *args[:3], *(kwargs.pop(name) for name in by_name)
-        return _Forward.forward(self, *inputs, *args[3:], **kwargs)
 
 
 class RingParallel(_ContextParallel):
