@@ -36,11 +36,6 @@ class Rows:
         """How many rows."""
         return length_of(self.pieces[0])
 
-    @cached_property
-    def are_few(self) -> bool:
-        """Whether slices make them."""
-        return len(self.pieces) == 1 and len(self.pieces[0]) <= _FEW
-
     @property
     def are_two(self) -> bool:
         """Whether they are a head and a tail at most, which are likely to be evenly spaced among members."""
@@ -48,12 +43,14 @@ class Rows:
 
     @cached_property
     def _slices(self) -> list[tuple[int, int]]:
-        """Of few rows, where they begin and how many they are."""
+        """Where they begin and how many they are, if these are few; otherwise none."""
+        if len(self.pieces) > 1 or len(self.pieces[0]) > _FEW:
+            return []
         return [(start, stop - start) for start, stop in self.pieces[0].tolist()] or [(0, 0)]
 
     def of(self, x: Tensor, dim: int) -> Tensor:
         """The other tensor, a view where it can be."""
-        if self.are_few:
+        if self._slices:
             return _joined([x.narrow(dim, start, n) for start, n in self._slices], dim)
         index = self._index(x)
         if len(index) == 1:

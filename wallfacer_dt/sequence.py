@@ -134,10 +134,6 @@ class _Unsharding(NamedTuple):
     kind: str
     number: int
 
-    def dealt(self, x: Tensor, length: int) -> list[Shards]:
-        """By row of the batch, or for all, what each rank holds."""
-        return _dealt(x, self.dim, length, self.order, self.documents, self.kind)
-
 
 class _Unshard(torch.autograd.Function):
     """The gather, whose gradient is the sum of what ranks say of a shard's rows."""
@@ -155,7 +151,7 @@ class _Unshard(torch.autograd.Function):
         how, dim = ctx.how, ctx.how.dim
         agree("the backward of unshard_sequence", (), how.order.mesh_name, forward=how.number)
         wide = torch.promote_types(grad.dtype, torch.complex64) if grad.is_complex() else accumulation_dtype(grad.dtype)
-        dealt = how.dealt(grad, grad.shape[dim])
+        dealt = _dealt(grad, dim, grad.shape[dim], how.order, how.documents, how.kind)
         parts = [Rows.at([shards[i] for shards in dealt]).of(grad, dim) for i in range(len(dealt[0]))]
         return summed_rows(parts, dim, ctx.held, how.groups, "a sequence's gradients", wide).to(grad.dtype), None
 
@@ -172,7 +168,7 @@ def _whole(x: Tensor, how: _Unsharding) -> Tensor:
             f"order={order.name!r} are {list(shard_sizes(length, order.axes, order.name))}"
         )
     shards = gathered_rows(x, dim, sizes, groups, "a sequence")
-    by_row = [in_order(enumerate(row)) for row in how.dealt(x, length)]
+    by_row = [in_order(enumerate(row)) for row in _dealt(x, dim, length, order, how.documents, how.kind)]
     whole = Members.made(by_row, len(sizes)).together(shards, dim)
     # Of one rank's shard it may be a view, and whoever writes to the whole would write to the shard.
     return whole.clone(memory_format=torch.contiguous_format) if len(sizes) == 1 else whole.contiguous()

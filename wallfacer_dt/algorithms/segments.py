@@ -71,7 +71,7 @@ class Segments:
         """
         q, q_stop, k, k_stop = np.concatenate(self.rows).T
         is_safe = self.window == _FULL or self.right == 0 or not (q_stop - q > k_stop - k).any()
-        return bool(is_safe and len(q) > 1)
+        return is_safe and len(q) > 1
 
     @property
     def calls(self) -> int:

@@ -200,21 +200,19 @@ def loadable(tensors: Sequence[Tensor], widths: Sequence[int] = ()) -> list[Tens
 
     Each of their rows starts at a multiple of 16 bytes and is contiguous.
     """
-    widths = widths or [rounded(x.shape[-1]) for x in tensors]
-    return [_loadable(x, width) for x, width in zip(tensors, widths, strict=True)]
+    found = []
+    for x, width in zip(tensors, widths or [rounded(x.shape[-1]) for x in tensors], strict=True):
+        x = padded(x, x.ndim - 1, width)
+        starts = [x.storage_offset(), *(step for step, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)]
+        is_loadable = x.stride(-1) == 1 and all(start * x.itemsize % _ALIGNMENT == 0 for start in starts)
+        # Not contiguous(), which keeps what is so already, wherever it starts.
+        found.append(x if is_loadable else x.clone(memory_format=torch.contiguous_format))
+    return found
 
 
 def rounded(width: int, multiple: int = 8) -> int:
     """A head dim rounded up to a multiple."""
     return width + -width % multiple
-
-
-def _loadable(x: Tensor, width: int) -> Tensor:
-    x = padded(x, x.ndim - 1, width)
-    starts = [x.storage_offset(), *(step for step, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)]
-    is_loadable = x.stride(-1) == 1 and all(start * x.itemsize % _ALIGNMENT == 0 for start in starts)
-    # Not contiguous(), which keeps what is so already, wherever it starts.
-    return x if is_loadable else x.clone(memory_format=torch.contiguous_format)
 
 
 def cropped(x: Tensor, like: Tensor) -> Tensor:
