@@ -233,8 +233,11 @@ class Backward(Sums):
             k = _with_shared(own, *shared) if shared else own
             dq, dk, dv = scores.kernel.backward(grad_out, q, k, v, out, lse, scores.how(tile, q, k))
             self.add(query, (dq,), tile, rows, last=is_last and "q" in completed)
-            more = _key_grads(dk, dv, own.shape[-1]) if shared else (dk, dv)
-            self.add(keys, more, tile, key_rows, last=is_last and "kv" in completed)
+            of_keys = dk, dv
+            if shared:
+                dk, of_shared = dk.split([own.shape[-1], shared[0].shape[-1]], -1)
+                of_keys = dk, dv, of_shared.sum(HEADS_DIM, keepdim=True, dtype=accumulation_dtype(dk.dtype))
+            self.add(keys, of_keys, tile, key_rows, last=is_last and "kv" in completed)
 
     def nothing(self, operand: Operand) -> tuple[Tensor, ...]:
         """The gradients of an operand that took no part."""
@@ -271,12 +274,6 @@ def _parts(tensors: Sequence[Tensor], tile: Tile, rows: Rows) -> Sequence[Tensor
 def _with_shared(k: Tensor, shared: Tensor) -> Tensor:
     """Keys with the part that heads share."""
     return torch.cat([k, shared.expand(-1, k.shape[HEADS_DIM], -1, -1)], -1)
-
-
-def _key_grads(dk: Tensor, dv: Tensor, own: int) -> tuple[Tensor, ...]:
-    """The gradients of keys with a head dim of their own, of values and of what heads share."""
-    shared = dk[..., own:].sum(HEADS_DIM, keepdim=True, dtype=accumulation_dtype(dk.dtype))
-    return dk[..., :own], dv, shared
 
 
 def _widened(partial: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -158,8 +158,7 @@ def pairs_seen(queries: Spans, mask: Mask, length: int) -> int:
     """
     if not len(queries):
         return 0
-    stored = Stored(queries, mask, 0)
-    pieces, bounds = stored.pieces, np.minimum(stored.bounds, length)
+    pieces, bounds = Stored(queries, mask, 0).pieces, np.minimum(mask.bounds(0), length)
     after = begun(bounds, pieces[:, 0])
     first = bounds[after - 1]
     low, high = (
@@ -187,14 +186,9 @@ class Stored:
         return [cls(spans[row % len(spans)], mask, row % mask.rows) for row in range(max(mask.rows, len(spans)))]
 
     @cached_property
-    def bounds(self) -> Ints:
-        """Where documents begin, and where the last one ends."""
-        return self.mask.bounds(self.row)
-
-    @cached_property
     def pieces(self) -> Spans:
         """Spans as few as can be of which each is in one document."""
-        return _cut_at(merged(self.spans), self.bounds)
+        return _cut_at(merged(self.spans), self.mask.bounds(self.row))
 
     @cached_property
     def rows(self) -> Ints:
@@ -404,7 +398,7 @@ def _stairs(q: Stored, k: Stored, between: bool) -> tuple[Ints, Ints]:
     spans = q.pieces
     if q.mask.right is not None:
         ahead = q.mask.right + 1
-        cuts = [k.pieces.reshape(-1) - ahead, q.bounds - ahead, np.array([q.mask.prefix - ahead])]
+        cuts = [k.pieces.reshape(-1) - ahead, q.mask.bounds(q.row) - ahead, np.array([q.mask.prefix - ahead])]
         spans = _cut_at(spans, np.sort(np.concatenate(cuts), kind="stable"))
     (start, first), (_, last) = _seen(q, spans)
     low, high, last = map(k.before, (start, first, last))
