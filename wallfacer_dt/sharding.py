@@ -24,35 +24,31 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs, reg
 from wallfacer_dt.collectives.groups import group_ranks
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.inputs import INPUTS, AttentionInputs
-from wallfacer_dt.mesh import CONTEXT_AXES, axis_ranks
+from wallfacer_dt.mesh import CONTEXT_AXES, ContextGroups, axis_ranks
 from wallfacer_dt.options import Options
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
 
-Axes = tuple[str, str, str]
-"""Names of the process groups of the context mesh's axes, ulysses, ring and team; empty where there is none."""
-
-
-def check(inputs: AttentionInputs, axes: Axes) -> None:
+def check(inputs: AttentionInputs, groups: ContextGroups) -> None:
     """Refuse (ValueError) DTensors that attention cannot be given."""
     known = {name: x._spec for name, x in zip(INPUTS, inputs, strict=True) if isinstance(x, DTensor)}
     if known.keys() >= {"q", "k", "v"}:
-        placements_for(known, axes)
+        placements_for(known, groups)
 
 
-def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Placement, ...]:
+def placements_for(inputs: Mapping[str, DTensorSpec], groups: ContextGroups) -> tuple[Placement, ...]:
     """The placements in which attention takes q, k and v and leaves its output: those of q, where they can be.
 
     An axis besides the context mesh's that shards the sequence too (torch's sequence parallelism) shards the heads
     instead, or where they do not divide, nothing. k and v follow q. A placement that attention cannot be given is
     refused (ValueError) by its tensor, axis and placement.
     """
-    q, k, mesh = inputs["q"], inputs["k"], inputs["q"].mesh
+    q, k, mesh, ulysses = inputs["q"], inputs["k"], inputs["q"].mesh, groups.coordinate.ulysses
     for name, x in inputs.items():
         if x.mesh != mesh:
             raise ValueError(f"q and {name} must be DTensors on one mesh, got {mesh} and {x.mesh}")
-    context = _context_axes(mesh, axes)
+    context = _context_axes(mesh, groups)
     # An axis of one rank shards nothing, whatever is said of it.
     as_they_are = {*context.values(), *(axis for axis in range(mesh.ndim) if mesh.size(axis) == 1)}
     for name in ("q", "k", "v", "k_shared"):
@@ -63,7 +59,6 @@ def placements_for(inputs: Mapping[str, DTensorSpec], axes: Axes) -> tuple[Place
     for dim, what, length in ((BATCH, "batch", q.shape[BATCH]), (HEADS, "heads of q, k and v", heads)):
         sharding = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
         parts = math.prod(mesh.size(axis) for axis in sharding)
-        ulysses = mesh.size(context[CONTEXT_AXES[0]]) if CONTEXT_AXES[0] in context else 1
         if dim == HEADS and q.shape[HEADS] // parts < ulysses:
             raise ValueError(
                 f"cp_ulysses of {ulysses} splits the query heads that are left to a rank, of which there are only "
@@ -117,7 +112,7 @@ def register(op: OpOverload, inputs: Sequence[str], outputs: Sequence[str]) -> N
         told: Any = schema.args_schema[len(inputs) : -1]
         specs = {name: x.strategies[0].output_spec for name, x in tensors.items()}
         q = specs["q"]
-        placements = placements_for(specs, Options.of_text(told[-1]).setting.groups.names)
+        placements = placements_for(specs, Options.of_text(told[-1]).setting.groups)
         alike = (Replicate(),) * len(placements)
         by_heads = tuple(Shard(0) if _is_shard(p, HEADS) else Replicate() for p in placements)
         by_name = {
@@ -165,10 +160,10 @@ def _show_as_one() -> None:
     torch.compiler.allow_in_graph(_replicated)
 
 
-def _context_axes(mesh: DeviceMesh, names: Axes) -> dict[str, int]:
+def _context_axes(mesh: DeviceMesh, groups: ContextGroups) -> dict[str, int]:
     """Of a mesh the number of every axis of the context mesh that has several ranks, by the name that it has there."""
     lines = axis_ranks(mesh)
-    wanted = {axis: group_ranks(name) for axis, name in zip(CONTEXT_AXES, names, strict=True) if name}
+    wanted = {axis: group_ranks(name) for axis, name in zip(CONTEXT_AXES, groups.names, strict=True) if name}
     wanted = {axis: ranks for axis, ranks in wanted.items() if len(ranks) > 1}
     missing = [axis for axis, ranks in wanted.items() if ranks not in lines]
     if missing:

@@ -55,7 +55,7 @@ def check_call(inputs: AttentionInputs, setting: Setting) -> None:
     _check_sinks(inputs.q, inputs.sinks)
     # A compiler asks the operator's rule, which checks the same, and kernels are chosen when the operator runs.
     if not torch.compiler.is_compiling():
-        sharding.check(inputs, setting.groups.names)
+        sharding.check(inputs, setting.groups)
         masked, softcap = bool(setting.mask_key), setting.options.softcap or 0.0
         select_kernel(setting.options.kernel, Need.of(inputs.q, inputs.v, masked=masked, softcap=softcap))
 
