@@ -149,6 +149,8 @@ def _of_rank(layers: _Layers, rank: int) -> StackMemory:
     has_tokens = bool(model.vocab) and rank in (0, division.pipeline - 1)
     before, whole = stack + layer.tokens * has_tokens, _Whole.of(layers, rank)
     peaks = [*zip(_in_backwards(layers, rank, before), whole.layers, strict=True)]
+    if model.vocab and rank == 0:
+        peaks.append((before - stack + layer.x, whole.embedding))
     kept, of_loss = (before, [])
     if _has_loss(division, model, rank):
         kept, of_loss = _of_loss(layer, before + layer.norm, whole)
@@ -174,16 +176,19 @@ def _of_loss(layer: "_Layer", before: int, whole: "_Whole") -> tuple[int, list[t
     """Bytes that there are after a loss, and the most until its backward is over, with whole weights and gradients.
 
     Of logits the gradient, and the gradient of what the loss keeps; and the output projection's, when what it kept is
-    gone. A chunk has its backward at once, and keeps its logits; what the norm gave is there, and of all chunks its
-    gradients in float32, until the last one is through, then one gradient in its place (torchtitan's
-    ``ChunkedLossWrapper``).
+    gone. A chunk has its backward at once, and keeps its logits and its tokens' gradient; what the norm gave is there,
+    and of all chunks its gradients in float32, until the last one is through, then one gradient in its place
+    (torchtitan's ``ChunkedLossWrapper``).
     """
     if layer.division.loss_chunks == 1:
-        return before + layer.loss, [(before + 3 * layer.loss, whole.head), (before + layer.logits, whole.of_head)]
+        own, after = whole.of_head
+        most = [(before + 3 * layer.loss, whole.head), (before + layer.logits, own), (before, after)]
+        return before + layer.loss, most
     # Without FSDP the weight's gradient of one chunk is beside its sum, which is the weight's own.
     one = layer.head * (layer.division.weight_ranks == 1)
-    before_last = before + layer.summed
-    return before, [(before_last + layer.logits + 3 * layer.loss + one, whole.chunks), (before_last, whole.summed)]
+    last = before + layer.summed + layer.whole_x // layer.division.loss_chunks + layer.logits
+    in_loss, own = whole.chunks
+    return before, [(last + 3 * layer.loss, in_loss), (last + layer.logits + one, own), (last, whole.summed)]
 
 
 def _between_stages(layer: "_Layer", rank: int, in_flight: int) -> int:
@@ -243,20 +248,23 @@ class _Whole(NamedTuple):
 
     Attributes:
         head: when the loss has its backward: the output projection's weights.
-        of_head: when this has its own: its gradient, and the weights of the last layer, too.
+        of_head: when this has its own: its gradient, and the weights of the last layer, too; and after it, as it is
+            reduced.
         layers: in the backward of each, the last first, its weights and gradient, the next one's weights, and what is
             reduced of the one before, or of the output projection; and after it its gradient, as it was and as it is
             reduced, and the next one's weights. Of many as ``in_short`` has them.
-        chunks: while the loss takes one chunk after the other: the output projection's weights and gradient, its sum
-            over chunks before, in float32, and the weights of the last layer.
+        embedding: in its backward, of which the weights come, too; and after it, as it is reduced.
+        chunks: while the loss takes one chunk after the other: the output projection's weights, also as they came,
+            which FSDP has until others come, and the sum of gradients before, in float32; and with a chunk's gradient.
         summed: after the last one: instead of that gradient the sum twice, as FSDP copies it to be reduced, and a
-            rank's part of it, which is added to what there was.
+            rank's part of it.
     """
 
     head: int
-    of_head: int
+    of_head: tuple[int, int]
     layers: tuple[int, ...]
-    chunks: int
+    embedding: int
+    chunks: tuple[int, int]
     summed: int
 
     @classmethod
@@ -266,26 +274,30 @@ class _Whole(NamedTuple):
         kinds = division.rank_kinds(model)[rank]
         row = [layers[kind].whole_weights for kind, _ in reversed(in_short(kinds))]
         if division.weight_ranks == 1:
-            return cls(0, 0, (0,) * 2 * len(row), 0, 0)
+            return cls(0, (0, 0), (0,) * 2 * len(row), 0, (0, 0), 0)
         wide = accumulation_dtype(layer.sequence.dtype).itemsize
-        head = -(-model.vocab * model.hidden // division.tensor)
+        head = -(-model.vocab * model.hidden // division.tensor) + bool(model.vocab) * model.hidden  # with its norm
         if division.pipeline > 1:
             # Gathered until the step ends, torchtitan's default; gradients are added up in float32 until it does.
             every = sum(own * layers[kind].whole_weights for kind, own in kinds) + _ends(division, rank) * head
             most = every * (narrow + wide)
-            return cls(most, most, (most,) * 2 * len(row), most + head * narrow, most + head * wide)
+            chunks = most, most + head * narrow
+            return cls(most, (most, most), (most,) * 2 * len(row), most, chunks, most + head * wide)
         last, *others = row
-        # The embedding comes for its backward, too; without one a layer is one of many.
-        following = [*others, head or row[-1]] if others else [0]
-        in_turn = zip(row, following, [head, *row], strict=False)
+        in_chunks, part = division.loss_chunks > 1, -(-head // division.weight_ranks)
+        # The embedding comes for its backward, too; without one a layer is one of many. After a loss in chunks, whose
+        # backwards were before, nothing comes in time, and the output projection's weights stay.
+        following = [0] * len(row) if in_chunks else [*others, head or row[-1] * bool(others)]
+        in_turn, kept = zip(row, following, [head, *row], strict=False), in_chunks * head * narrow
         each = tuple(
-            whole
+            kept + whole
             for own, comes, goes in in_turn
             for whole in ((2 * own + comes) * narrow + goes * wide, (own + comes) * narrow + own * wide)
         )
-        both = (2 * head + last) * narrow
-        summed = (head + last) * narrow + 2 * (head + -(-head // division.weight_ranks)) * wide
-        return cls(head * narrow, both, each, both + head * wide, summed)
+        embedding = kept + max(2 * head * narrow + row[-1] * wide, head * narrow + (head + part) * wide)
+        sums, summed = 2 * head * narrow + head * wide, 2 * head * narrow + (2 * head + part) * wide
+        of_head = (2 * head + last) * narrow, (head + last) * narrow + (head + part) * wide
+        return cls(head * narrow, of_head, each, embedding, (sums, sums + head * narrow), summed)
 
 
 class _Layer:
