@@ -410,8 +410,8 @@ def test_memory_of_a_stage_by_hand(
     # microbatches: of one layers keep them.
     kept = whole.kept / 2 + last * x
     assert loss.kept - kept == pytest.approx(256 * (10**5 * 4 + 2 * 8 + 2 * 64 * 2 + 4))
-    # In chunks: one's logits and the gradient of its tokens, in float32 gradients of what the norm gave, and those logits
-    # three times in float32; or of few tokens their gradient, and that weight's.
+    # In chunks: one's logits and the gradient of its tokens, in float32 gradients of what the norm gave, and those
+    # logits three times in float32; or of few tokens their gradient, and that weight's.
     chunked = division_memory(replace(halves, loss_chunks=8), wide, SEQUENCE)
     assert chunked.kept == loss.kept - 256 * 10**5 * 4
     assert chunked.working == 32 * 10**5 * (2 + 3 * 4) + 32 * 64 * 2 + 256 * 64 * 4

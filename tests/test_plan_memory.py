@@ -138,7 +138,7 @@ def without_fsdp() -> Iterator[None]:
     whole = _Whole.of
 
     def nothing(*told: Any) -> _Whole:
-        return _Whole(0, (0, 0), (0,) * len(whole(*told).layers), 0, (0, 0), 0)
+        return _Whole(0, (0, 0), (0,) * len(whole(*told).layers), (0, 0), 0)
 
     with mock.patch.object(_Whole, "of", nothing):
         yield
@@ -404,13 +404,18 @@ def test_stack_of_experts_that_are_dealt_to_ranks(
 
 @pytest.mark.parametrize(
     ("sizes", "chunks", "checkpoint"),
-    tiers(product([(64, 4000, 2048), (256, 4000, 256), (256, 40, 512), (128, 20000, 64)], [1, 8], ["none", "full"])),
+    [
+        *tiers(product([(64, 4000, 2048), (256, 4000, 256), (256, 40, 512)], [1, 8], ["none", "full"])),
+        ((128, 20000, 64), 1, "none"),
+        ((128, 20000, 64), 8, "none"),
+        ((256, 1000, 2048), 1, "full"),
+    ],
 )
 def test_stack_under_fsdp(sizes: tuple[int, int, int], chunks: int, checkpoint: str) -> None:
     """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there.
 
     It is held by the loss, or by weights, with the output projection's gradient or without; or by its sums over chunks,
-    or by what is reduced of it, or of the embedding.
+    or by what is reduced of it, beside the last layer's backward or alone.
     """
     hidden, vocab, tokens = sizes
     model = ModelShape(hidden, 4, 2, ffn=3 * hidden, layers=4, vocab=vocab)

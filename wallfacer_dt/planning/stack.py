@@ -149,8 +149,6 @@ def _of_rank(layers: _Layers, rank: int) -> StackMemory:
     has_tokens = bool(model.vocab) and rank in (0, division.pipeline - 1)
     before, whole = stack + layer.tokens * has_tokens, _Whole.of(layers, rank)
     peaks = [*zip(_in_backwards(layers, rank, before), whole.layers, strict=True)]
-    if model.vocab and rank == 0:
-        peaks.append((before - stack + layer.x, whole.embedding))
     kept, of_loss = (before, [])
     if _has_loss(division, model, rank):
         kept, of_loss = _of_loss(layer, before + layer.norm, whole)
@@ -253,7 +251,6 @@ class _Whole(NamedTuple):
         layers: in the backward of each, the last first, its weights and gradient, the next one's weights, and what is
             reduced of the one before, or of the output projection; and after it its gradient, as it was and as it is
             reduced, and the next one's weights. Of many as ``in_short`` has them.
-        embedding: in its backward, of which the weights come, too; and after it, as it is reduced.
         chunks: while the loss takes one chunk after the other: the output projection's weights, also as they came,
             which FSDP has until others come, and the sum of gradients before, in float32; and with a chunk's gradient.
         summed: after the last one: instead of that gradient the sum twice, as FSDP copies it to be reduced, and a
@@ -263,7 +260,6 @@ class _Whole(NamedTuple):
     head: int
     of_head: tuple[int, int]
     layers: tuple[int, ...]
-    embedding: int
     chunks: tuple[int, int]
     summed: int
 
@@ -274,7 +270,7 @@ class _Whole(NamedTuple):
         kinds = division.rank_kinds(model)[rank]
         row = [layers[kind].whole_weights for kind, _ in reversed(in_short(kinds))]
         if division.weight_ranks == 1:
-            return cls(0, (0, 0), (0,) * 2 * len(row), 0, (0, 0), 0)
+            return cls(0, (0, 0), (0,) * 2 * len(row), (0, 0), 0)
         wide = accumulation_dtype(layer.sequence.dtype).itemsize
         head = -(-model.vocab * model.hidden // division.tensor) + bool(model.vocab) * model.hidden  # with its norm
         if division.pipeline > 1:
@@ -282,11 +278,12 @@ class _Whole(NamedTuple):
             every = sum(own * layers[kind].whole_weights for kind, own in kinds) + _ends(division, rank) * head
             most = every * (narrow + wide)
             chunks = most, most + head * narrow
-            return cls(most, (most, most), (most,) * 2 * len(row), most, chunks, most + head * wide)
+            return cls(most, (most, most), (most,) * 2 * len(row), chunks, most + head * wide)
         last, *others = row
         in_chunks, part = division.loss_chunks > 1, -(-head // division.weight_ranks)
-        # The embedding comes for its backward, too; without one a layer is one of many. After a loss in chunks, whose
-        # backwards were before, nothing comes in time, and the output projection's weights stay.
+        # The embedding comes for its backward, too, which holds less than the output projection's; without one a layer
+        # is one of many. After a loss in chunks, whose backwards were before, nothing comes in time, and the output
+        # projection's weights stay.
         following = [0] * len(row) if in_chunks else [*others, head or row[-1] * bool(others)]
         in_turn, kept = zip(row, following, [head, *row], strict=False), in_chunks * head * narrow
         each = tuple(
@@ -294,10 +291,9 @@ class _Whole(NamedTuple):
             for own, comes, goes in in_turn
             for whole in ((2 * own + comes) * narrow + goes * wide, (own + comes) * narrow + own * wide)
         )
-        embedding = kept + max(2 * head * narrow + row[-1] * wide, head * narrow + (head + part) * wide)
         sums, summed = 2 * head * narrow + head * wide, 2 * head * narrow + (2 * head + part) * wide
         of_head = (2 * head + last) * narrow, (head + last) * narrow + (head + part) * wide
-        return cls(head * narrow, of_head, each, embedding, (sums, sums + head * narrow), summed)
+        return cls(head * narrow, of_head, each, (sums, sums + head * narrow), summed)
 
 
 class _Layer:
