@@ -408,18 +408,22 @@ def test_stack_of_experts_that_are_dealt_to_ranks(
         *tiers(product([(64, 4000, 2048), (256, 4000, 256), (256, 40, 512)], [1, 8], ["none", "full"])),
         ((128, 20000, 64), 1, "none"),
         ((128, 20000, 64), 8, "none"),
-        ((256, 1000, 2048), 1, "full"),
     ],
 )
 def test_stack_under_fsdp(sizes: tuple[int, int, int], chunks: int, checkpoint: str) -> None:
     """The most in a step beyond weights and gradients, by FSDP2 on eight ranks of which seven are not there.
 
     It is held by the loss, or by weights, with the output projection's gradient or without; or by its sums over chunks,
-    or by what is reduced of it, beside the last layer's backward or alone.
+    or by what is reduced of it.
     """
     hidden, vocab, tokens = sizes
     model = ModelShape(hidden, 4, 2, ffn=3 * hidden, layers=4, vocab=vocab)
     check_under_fsdp(model, tokens, chunks, checkpoint)
+
+
+def test_a_layer_under_fsdp() -> None:
+    """Its backward, beside what is reduced of the output projection, and the embedding, which comes."""
+    check_under_fsdp(ModelShape(256, 4, 2, ffn=256, layers=1, vocab=3000), 256, 1, "none")
 
 
 @pytest.mark.parametrize(("dense", "units", "ffn"), [(1, 3000, 64), (2, 64, 256), (3, 2000, 32)])
