@@ -423,7 +423,7 @@ def test_stack_under_fsdp(sizes: tuple[int, int, int], chunks: int, checkpoint: 
 
 def test_a_layer_under_fsdp() -> None:
     """Its backward, beside what is reduced of the output projection, and the embedding, which comes."""
-    check_under_fsdp(ModelShape(256, 4, 2, ffn=256, layers=1, vocab=3000), 256, 1, "none")
+    check_under_fsdp(ModelShape(256, 4, 2, ffn=256, layers=1, vocab=1500), 256, 1, "none")
 
 
 @pytest.mark.parametrize(("dense", "units", "ffn"), [(1, 3000, 64), (2, 64, 256), (3, 2000, 32)])
