@@ -1,6 +1,7 @@
 """Ranks divided among data, tensor, pipeline and context parallelism: what can be, what fits, what is chosen."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -50,6 +51,7 @@ from wallfacer_dt.planning.stack import (
     stack_memory,
 )
 from wallfacer_dt.planning.step import _once, beside_attention, simulated_step
+from wallfacer_dt.planning.units import format_size
 from wallfacer_dt.testing import RankPool
 from wallfacer_dt.versions import PIPELINES_KEEP_BUFFERS
 
@@ -780,6 +782,27 @@ def test_what_is_computed_again_is_tried_in_its_turn() -> None:
     assert {_kind(one.division): one.seconds for one in ranked} == {k: one.seconds for k, one in fastest.items()}
     assert [one.seconds for one in ranked] == [one.seconds for one in fastest.values()]
     assert {one.division.context.checkpoint for one in ranked} > {"none"}
+
+
+@pytest.mark.parametrize("layers", [8, 12, 16])
+@pytest.mark.parametrize("vocab", [1000, 8000])
+def test_what_fits_is_found_whatever_layers_the_last_stage_has(layers: int, vocab: int) -> None:
+    """And of what does not fit the least that is needed is told."""
+    model, sequence, where = replace(MODEL, layers=layers, vocab=vocab), replace(SEQUENCE, length=64), cluster(4, 4)
+    only = {"pipeline": 4, "interleave": 1}
+    some = [
+        (replace(one, last_less=less), replace(sequence, batch=one.microbatch))
+        for one in divisions(model, sequence, where, 8)
+        if (one.pipeline, one.interleave) == (4, 1)
+        for less in range(layers)
+        if min(replace(one, last_less=less).stage_layers(model)) > 0
+    ]
+    least = min(division_memory(one, model, each).peak for one, each in some)
+    made = divide(model, sequence, replace(where, memory=math.ceil(1.01 * least)), 8, only=only)
+    assert least <= made.prediction.memory <= 1.01 * least + 1
+    bound = min(least_memory(one, model, each) for one, each in some)
+    with pytest.raises(PlanningError, match=re.escape(f"needs is {format_size(bound)} or more")):
+        divide(model, sequence, replace(where, memory=bound // 2), 8, only=only)
 
 
 def test_layers_less_are_looked_for_beyond_those_that_make_nothing_quicker() -> None:

@@ -794,6 +794,18 @@ def test_a_style_of_ones_own_says_what_it_takes() -> None:
     assert Plain("flash").options.kernel == "flash"
 
 
+def test_a_styled_forward_has_the_names_of_q_k_and_v() -> None:
+    """By which ``torch.export`` knows dynamic shapes."""
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v)
+
+    with fake_world(1):
+        module = parallelize_module(Attention(), context_mesh("cpu", 1, 1), WallFacerParallel(check=False))
+        assert [*inspect.signature(module.forward).parameters] == ["q", "k", "v", "args", "kwargs"]
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("windowsize", "; did you mean 'window_size'?"), ("layot", "; did you mean 'layout'?"), ("x", "")],

@@ -793,8 +793,8 @@ def test_what_a_rank_cannot_deal_out_all_refuse(
         ),
         (
             context(4, 2, "--training.seq_len 1020"),
-            "--training.seq_len must be a multiple of 8 (4 ranks of context parallelism, each of which headtail deals "
-            "two parts), got 1020",
+            "--training.seq_len must be a multiple of 8 (4 ranks of context parallelism, of each of which torchtitan "
+            "wants two parts), got 1020",
         ),
         (
             context(
@@ -803,7 +803,8 @@ def test_what_a_rank_cannot_deal_out_all_refuse(
                 "--training.seq_len 66 --parallelism.tensor_parallel_degree 2 "
                 "--parallelism.context_parallel_load_balancer None",
             ),
-            "must be a multiple of 4 (2 ranks of context parallelism, 2 of tensor parallelism), got 66",
+            "must be a multiple of 8 (2 ranks of context parallelism, of each of which torchtitan wants two parts, 2 of "
+            "tensor parallelism), got 66",
         ),
         (
             context(4, 2, "--training.seq_len 72"),

@@ -110,7 +110,8 @@ class _ContextParallel(AttentionStyle):
         """
         names, defaults = self._read_module(module)
         held = {what: x for what, x in vars(module).items() if isinstance(x, Tensor)}
-        return _Forward(attention, copy.copy(self), self, module, names, defaults, name, modes, held).forward
+        forward = _Forward(attention, copy.copy(self), self, module, names, defaults, name, modes, held)
+        return forward.of_qkv if names[:3] == ["q", "k", "v"] else forward.forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, who = name_of(device_mesh), type(self).__name__
@@ -306,6 +307,14 @@ class _Forward:
             with Within(self.name):
                 out = self._eager(q, k, v, args[3:], kwargs)
         return out.transpose(1, 2) if transposed and out.ndim == 4 else out
+
+    def of_qkv(
+        self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The same of a module that has these names, by which ``torch.export`` knows its inputs."""
+        if args:
+            return self.forward(q, k, v, *args, **kwargs)
+        return self.forward(**{name: x for name, x in zip("qkv", (q, k, v), strict=True) if x is not None}, **kwargs)
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention

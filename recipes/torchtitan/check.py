@@ -113,10 +113,9 @@ def _check_sizes(training: TrainingConfig) -> None:
 def _check_length(length: int, parallelism: ContextParallelism) -> None:
     """Of other lengths ranks would hold different numbers of tokens; torchtitan's load balancer only asserts."""
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    takes_parts = parallelism.context_parallel_load_balancer == "headtail"
-    divisor = context * tensor * (2 if takes_parts else 1)
+    divisor = context * tensor * 2
     if context > 1 and length % divisor:
-        parts = ", each of which headtail deals two parts" if takes_parts else ""
+        parts = ", of each of which torchtitan wants two parts"
         others = f", {tensor} of tensor parallelism" if tensor > 1 else ""
         raise ValueError(
             f"--training.seq_len must be a multiple of {divisor} ({context} ranks of context parallelism{parts}"

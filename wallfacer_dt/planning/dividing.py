@@ -15,7 +15,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, count, product
+from itertools import chain, count, islice, product
+from operator import itemgetter
 
 from wallfacer_dt.layout import check_length
 from wallfacer_dt.planning.attention import flops_of_pair
@@ -185,7 +186,7 @@ def divide(
     if not search.ranked:
         raise PlanningError(
             f"nothing fits: memory is {format_size(cluster.memory or 0)} a rank, and the least that any division "
-            f"{f'with {asked} ' * bool(only)}needs is {format_size(search.least)} or more; use more ranks, "
+            f"{f'with {asked} ' * bool(only)}needs is {format_size(search.least_needed())} or more; use more ranks, "
             "shorter sequences or fewer of them",
             about="memory",
         )
@@ -316,6 +317,8 @@ class _Search:
         self.by_context: dict[int, RankedDivision] = {}
         self.kinds: set[tuple[int, ...]] = set()
         self.turned: set[Division] = set()
+        self.limit = math.inf if cluster.memory is None else cluster.memory
+        self.refused: list[tuple[int, Division]] = []  # with what their first ranks need
         self.least = 0
 
     def is_asked(self, division: Division) -> bool:
@@ -340,25 +343,42 @@ class _Search:
 
     def add(self, division: Division, *later: Division) -> None:
         """One of which the attention is to be chosen, unless it cannot fit; and others that compute more."""
-        limit = math.inf if self.cluster.memory is None else self.cluster.memory
         # Where a pipeline's last stage has less, the first has as much or more.
-        if self._needed(division, of_first=True) <= limit:
+        first = least_memory(division, self.model, self._taken(division), of_first=True)
+        if first > self.limit:
+            self.refused.append((first, division))
+        else:
             stages = sorted(least_of_stages(self.layer(division), lambda own: self._ideal(division, own)))
-            for seconds, less in stages:
-                one = replace(division, last_less=less)
-                if self._needed(one) <= limit:
-                    self._push(seconds, _Choice(one))
-                    if later:
-                        self._push(stages[0][0], _Choice(one, later=later))
-                    return
+            for seconds, one in self._may_fit(division, stages):
+                self._push(seconds, _Choice(one))
+                if later:
+                    self._push(stages[0][0], _Choice(one, later=later))
+                return
         if later:
             self.add(*later)
 
-    def _needed(self, division: Division, *, of_first: bool = False) -> int:
-        """At least, of its memory, or of its first rank's."""
-        needed = least_memory(division, self.model, self._taken(division), of_first=of_first)
-        self._note(needed)
-        return needed
+    def _may_fit(self, division: Division, stages: Iterable[tuple[float, int]]) -> Iterator[tuple[float, Division]]:
+        """With as many layers less as these of its last stage, where it is not known not to fit."""
+        for seconds, less in stages:
+            one = replace(division, last_less=less)
+            if self._fits(least_memory(one, self.model, self._taken(one))):
+                yield seconds, one
+
+    def _fits(self, needed: int) -> bool:
+        if needed > self.limit:
+            self.least = min(self.least or needed, needed)
+        return needed <= self.limit
+
+    def least_needed(self) -> int:
+        """Where nothing fits, of all divisions."""
+        for first, division in sorted(self.refused, key=itemgetter(0)):
+            if 0 < self.least <= first:
+                break
+            for less in range(self.model.layers if division.pipeline > 1 else 1):
+                one = replace(division, last_less=less)
+                if min(one.stage_layers(self.model)) > 0:
+                    self._fits(least_memory(one, self.model, self._taken(one)))
+        return self.least
 
     def run(self, keep: int) -> None:
         """Rank so many, and find the fastest for every number of context ranks."""
@@ -399,8 +419,9 @@ class _Search:
             alone = replace(one.context, feed_forward="plain", checkpoint="none")  # as attention's time depends on
             costs = _costs(alone, heads, self._taken(division), where, siblings=siblings)
             stages = least_of_stages(self.layer(one), lambda own, of=costs: mean_spent(heads, self.sequence, of, own))
-            for seconds, less in sorted(stages)[: 1 if self.cluster.memory is None else 2]:  # one may fit alone
-                self._push(seconds, _Choice(replace(one, last_less=less), costs))
+            may_fit = self._may_fit(one, sorted(stages))
+            for seconds, it in islice(may_fit, 1 if self.cluster.memory is None else 2):  # one may fit alone
+                self._push(seconds, _Choice(it, costs))
 
     def _predict(self, division: Division, costs: tuple[AttentionCost, ...]) -> None:
         prediction = predict_division(division, self.model, self._taken(division), self.cluster, *costs)
@@ -408,8 +429,7 @@ class _Search:
 
     def _rank(self, division: Division, prediction: Prediction) -> None:
         peak = division_memory(division, self.model, self._taken(division)).peak
-        if self.cluster.memory is not None and peak > self.cluster.memory:
-            self._note(peak)
+        if not self._fits(peak):
             self._turn(division)
             return
         one = RankedDivision(division, replace(prediction, memory=peak))
@@ -421,9 +441,6 @@ class _Search:
         size = choice.division.context.size
         self.left[size] = self.left.get(size, 0) + 1
         heapq.heappush(self.queue, (seconds, next(self.number), choice))
-
-    def _note(self, needed: int) -> None:
-        self.least = min(self.least or needed, needed)
 
     def _taken(self, division: Division) -> SequenceShape:
         return replace(self.sequence, batch=division.microbatch)
