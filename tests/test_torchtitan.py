@@ -803,8 +803,8 @@ def test_what_a_rank_cannot_deal_out_all_refuse(
                 "--training.seq_len 66 --parallelism.tensor_parallel_degree 2 "
                 "--parallelism.context_parallel_load_balancer None",
             ),
-            "must be a multiple of 8 (2 ranks of context parallelism, of each of which torchtitan wants two parts, 2 of "
-            "tensor parallelism), got 66",
+            "must be a multiple of 8 (2 ranks of context parallelism, of each of which torchtitan wants two parts, 2 "
+            "of tensor parallelism), got 66",
         ),
         (
             context(4, 2, "--training.seq_len 72"),
