@@ -312,9 +312,10 @@ class _Forward:
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The same of a module that has these names, by which ``torch.export`` knows its inputs."""
-        if args:
-            return self.forward(q, k, v, *args, **kwargs)
-        return self.forward(**{name: x for name, x in zip("qkv", (q, k, v), strict=True) if x is not None}, **kwargs)
+        if q is None or k is None or v is None:  # which is refused
+            kwargs |= {name: x for name, x in zip("qkv", (q, k, v), strict=True) if x is not None}
+            return self.forward(**kwargs)
+        return self.forward(q, k, v, *args, **kwargs)
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         attention = self.attention

@@ -115,11 +115,10 @@ def _check_length(length: int, parallelism: ContextParallelism) -> None:
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     divisor = context * tensor * 2
     if context > 1 and length % divisor:
-        parts = ", of each of which torchtitan wants two parts"
         others = f", {tensor} of tensor parallelism" if tensor > 1 else ""
         raise ValueError(
-            f"--training.seq_len must be a multiple of {divisor} ({context} ranks of context parallelism{parts}"
-            f"{others}), got {length}"
+            f"--training.seq_len must be a multiple of {divisor} ({context} ranks of context parallelism, of each of "
+            f"which torchtitan wants two parts{others}), got {length}"
         )
 
 

@@ -5,8 +5,8 @@ this is no less than another's, which computes less again; then context ranks ge
 simulated, and asked for their memory, those whose turn comes. So of what is ranked nothing was left out that is faster,
 but for this. For a division's context ranks attentions are ranked alone, one sequence at a time, and the best few of
 different meshes or schedules are tried, each with the rotations that are fastest, or where these do not fit with
-others. And a pipeline's last stage has as many layers less as make the least that a step can take the least, or where
-that does not fit the next to it.
+others. And a pipeline's last stage has as many layers less as make the least that a step can take the least, of those
+that may fit the two quickest.
 """
 
 import heapq
@@ -180,8 +180,8 @@ def divide(
             f"{cluster.ranks} ranks cannot be divided for {sequences} sequences of {sequence.length} tokens",
             about="sequences",
         )
-    for alike in _alike(every):
-        search.add(*alike)
+    for some in _by_checkpoint(every):
+        search.add(*some)
     search.run(keep)
     if not search.ranked:
         raise PlanningError(
@@ -285,7 +285,7 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def _alike(some: Iterable[Division]) -> Iterable[list[Division]]:
+def _by_checkpoint(some: Iterable[Division]) -> Iterable[list[Division]]:
     """Of :func:`divisions` those together that differ in what they compute again: first nothing, last most."""
     found: dict[Division, list[Division]] = {}
     for one in some:
@@ -365,6 +365,7 @@ class _Search:
                 yield seconds, one
 
     def _fits(self, needed: int) -> bool:
+        """Whether it does; of what does not the least is told where nothing does."""
         if needed > self.limit:
             self.least = min(self.least or needed, needed)
         return needed <= self.limit

@@ -25,7 +25,7 @@ of the last stage what came to it of all microbatches, as losses lead to it, whi
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from wallfacer_dt.kernels.merge import accumulation_dtype
@@ -131,8 +131,9 @@ def _layers(division: Division, model: ModelShape, sequence: SequenceShape, *, i
 
 
 def _most(layers: _Layers) -> StackMemory:
-    division, last = layers["layer"].division, layers["layer"].division.pipeline - 1
-    some = {0, min(1, last), *division.fullest_ranks(layers["layer"].model), last}
+    division, model = layers["layer"].division, layers["layer"].model
+    last = division.pipeline - 1
+    some = {0, min(1, last), *division.fullest_ranks(model), last}
     return max((_of_rank(layers, rank) for rank in some), key=lambda memory: memory.peak)
 
 
@@ -149,7 +150,7 @@ def _of_rank(layers: _Layers, rank: int) -> StackMemory:
     has_tokens = bool(model.vocab) and rank in (0, division.pipeline - 1)
     before, whole = stack + layer.tokens * has_tokens, _Whole.of(layers, rank)
     peaks = [*zip(_in_backwards(layers, rank, before), whole.layers, strict=True)]
-    kept, of_loss = (before, [])
+    kept, of_loss = before, []
     if _has_loss(division, model, rank):
         kept, of_loss = _of_loss(layer, before + layer.norm, whole)
     peaks += of_loss
@@ -340,7 +341,7 @@ class _Layer:
             of_kinds = [attention_memory(candidate, own_heads, one, by_tokens=True) for one in kinds]
             self.attention = Peaks(*map(max, zip(*of_kinds, strict=True)))
 
-    @property
+    @cached_property
     def whole_weights(self) -> int:
         """Elements of its weights that a rank has of FSDP when they are whole."""
         division, model = self.division, self.own
