@@ -310,6 +310,9 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "sinks as a number": lambda: attend(sinks=0.5),
     "shared keys of several heads": lambda: attend(x(head_dim=12), k_shared=x(head_dim=4)),
     "shared keys too wide": lambda: attend(x(head_dim=12), k_shared=x(heads=1, head_dim=8)),
+    "shared keys of another dtype": lambda: attend(
+        x(head_dim=12), k_shared=x(heads=1, head_dim=4, dtype=torch.float64)
+    ),
     "shared keys of another length": lambda: attend(x(head_dim=12), k_shared=x(heads=1, length=2, head_dim=4)),
     "fewer heads than ulysses": lambda: attend(on=mesh_of(1, 1, ulysses=4)),
     "mesh with ulysses inside": lambda: attend(

@@ -149,6 +149,10 @@ MESSAGES = {
     "sinks as a number": ("TypeError", "sinks must be a tensor, got float"),
     "shared keys of several heads": ("ValueError", "k_shared must have shape (B, 1, L, Hs), one head for all"),
     "shared keys too wide": ("ValueError", "q and k must agree in batch and head dim (B, N, L, H), to which k_shared"),
+    "shared keys of another dtype": (
+        "TypeError",
+        "q, k, v and k_shared must have one dtype, got torch.float32, torch.float32, torch.float32, torch.float64",
+    ),
     "shared keys of another length": ("ValueError", "k_shared must have shape (B, 1, L, Hs), one head for all"),
     "fewer heads than ulysses": ("ValueError", "cp_ulysses of 4 splits query heads, of which there are only 2"),
     "mesh with ulysses inside": ("ValueError", "or some of them in this order, got ('cp_ring', 'cp_ulysses')"),

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from tests.metp_refusals import Attention, attention
 from wallfacer_dt import (
+    RingParallel,
     TokenOrder,
     WallFacerParallel,
     context_mesh,
@@ -222,7 +223,11 @@ def attending() -> list[str]:
     found = [proved, attend(whole), attend(), attend()]
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))["cp_ring"]
     shard_sequence(torch.arange(16), TokenOrder("contiguous", pair), dim=0)
-    return [*found, attend(on=pair)]
+    found.append(attend(on=pair))
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "dp"))["cp_ring"]
+    inner = RingParallel(order=TokenOrder("contiguous", across), check=False)
+    projected = parallelize_module(Attention(), across, attention(check=False, attention=inner))
+    return [*found, *(said(lambda: projected(torch.randn(1, 2, 6))) for _ in range(2))]
 
 
 def by_others() -> list[str]:
@@ -245,8 +250,9 @@ def test_attention_on_ranks_to_which_others_deal(threads: Callable[[int], RankPo
 def test_what_is_noticed() -> None:
     """In a world of its own, in which nothing has been noticed; on processes, since warnings are caught."""
     pool = RankPool(4)
-    for proved, whole, first, again, dealt in pool.run(attending):
-        assert (proved, whole, again, dealt) == ("", "", "", "")
+    for proved, whole, first, again, dealt, projected, anew in pool.run(attending):
+        assert (proved, whole, again, dealt, anew) == ("", "", "", "", "")
+        assert projected.startswith("attention on 2 ranks, to which no sequence was dealt out in this process")
         assert first.startswith("attention on 4 ranks, to which no sequence was dealt out in this process")
     for told in pool.run(plans):
         assert told.keys() == PLANS.keys()

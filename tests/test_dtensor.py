@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.cases import Case, Inner, draw, draw_extras, held, oracle, per_row, told
+from tests.cases import Case, Inner, draw, draw_extras, held, oracle, per_head, per_row, told
 from tests.refusals import Communication
 from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, context_parallel_attention, sharding
 from wallfacer_dt.mesh import ContextGroups, Coordinate
@@ -163,6 +163,9 @@ FEATURES = {
     "window both ways": Layout((2, 2), "RT", "LL", options={"is_causal": False, "window_size": (3, 2)}),
     "prefix": Layout((2, 2), "UR", "LL", options={"prefix_length": 6}),
     "mask": Layout((2, 2), "UR", "LL", options={"is_causal": False, "mask": "per_head"}),
+    "mask by head beside an axis of one rank": Layout(
+        (2, 1), "Rt", "LN", options={"is_causal": False, "mask": "per_head"}
+    ),
     "mask, data parallel": Layout((2, 2, 2), "dRt", "BLN", options={"is_causal": False, "mask": "blind"}),
     "block mask": Layout((2, 2), "RT", "LL", options={"is_causal": False, "mask": "blockmask"}),
     "sinks over tp": Layout((2, 2, 2), "dRt", "BLN", options={"sinks": True}),
@@ -273,8 +276,18 @@ def test_through_a_style(ranks: Callable[[int], RankPool], layout: Layout) -> No
         (Layout((2, 2, 2), "dRT", "BLL", "-LL"), "BLL", 0),
         (Layout((2, 2, 2), "RTt", "LLL"), "LLN", 3),  # sequence parallel over a third axis
         (Layout((2, 2, 2), "RTt", "LLL", heads=(3, 1)), "LL-", 3),
+        (Layout((2, 2, 2), "Rtu", "LNL", heads=(2, 2)), "LN-", 3),  # heads are divided by another axis
+        (Layout((2, 4), "Ut", "LL", heads=(4, 4)), "L-", 3),  # or are for Ulysses
     ],
-    ids=["heads taken", "heads gathered", "batch taken", "heads for sequence", "sequence gathered"],
+    ids=[
+        "heads taken",
+        "heads gathered",
+        "batch taken",
+        "heads for sequence",
+        "sequence gathered",
+        "divided",
+        "ulysses",
+    ],
 )
 def test_redistributes_what_can_be(ranks: Callable[[int], RankPool], layout: Layout, out: str, sent: int) -> None:
     """Where the output then is, how many collectives that took, and that gradients come back as their tensors are."""
@@ -363,6 +376,9 @@ def with_extras(what: str) -> None:
         "documents of one shard": lambda: {"document_ids": ids[:, :4]},
         "documents of some rows": lambda: {"document_ids": ids.repeat(2, 1)},
         "a mask by row of a sharded batch": lambda: {"mask_mod": per_row},
+        "a mask by head of heads for a sequence": lambda: {
+            **dict.fromkeys("qkv", placed(torch.zeros(1, 2, 2, 8), Shard(2), Shard(2))), "mask_mod": per_head
+        },
     }  # fmt: skip
     context_parallel_attention(
         **({"q": q, "k": q, "v": q} | calls[what]()), **told(mesh["cp_ring"]), mesh=mesh["cp_ring"]
@@ -382,6 +398,7 @@ EXTRAS = {
     "documents of one shard": ("ValueError", "must be those of the whole sequence of 8 tokens"),
     "documents of some rows": ("ValueError", "must have shape (B, N) or (N,) with B = 2"),
     "a mask by row of a sharded batch": ("ValueError", "mask_mod depends on the batch, which DTensors shard"),
+    "a mask by head of heads for a sequence": ("ValueError", "mask_mod depends on the head, which DTensors shard"),
 }
 
 

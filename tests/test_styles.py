@@ -459,8 +459,8 @@ def another(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-def block_mask(mask_mod: Any = blocky) -> BlockMask:
-    return create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
+def block_mask(mask_mod: Any = blocky, batch: int | None = None, heads: int | None = None) -> BlockMask:
+    return create_block_mask(mask_mod, batch, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
 
 
 def tensors(width: int = 0) -> list[Tensor]:
@@ -504,6 +504,12 @@ def test_a_call_hands_on_what_attention_takes(ranks: Ranks, name: str, layout: s
     assert ranks(2).run(handed, name, layout) == [0.0, 0.0]
 
 
+class Near:
+    def sees(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j < 3) & (j - i < 3)
+
+
+NEAR = Near()
 # A style's options, a call's, and what is said of them.
 STATED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"is_causal": True, "window_size": (4, 0)}, {"sliding_window": 5, "is_causal": True}, ""),
@@ -539,17 +545,22 @@ STATED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "softcap=20.0"),
     ({"softcap": 20.0, "kernel": "reference"}, {"softcap": 0.0}, "softcap=0.0, which this style was not given"),
     ({"is_causal": True, "prefix_length": 3}, {"prefix_length": 0}, "prefix_length=0, which this style was not given"),
+    ({"mask_mod": NEAR.sees}, {"mask_mod": NEAR.sees}, ""),  # of which each access makes another
     ({"mask_mod": blocky}, {"mask_mod": another}, "the style was given another mask_mod"),
     ({"mask_mod": blocky}, {"attention_masks": "another"}, "the style was given another mask_mod"),
+    ({}, {"attention_masks": "three rows"}, "the BlockMask must be for 2 rows, which q has, or for one"),
+    ({}, {"attention_masks": "three heads"}, "the BlockMask must be for 4 heads, which q has, or for one"),
     ({"is_causal": True}, {"mask_mod": blocky}, "mask_mod must say everything by itself, got is_causal as well"),
     ({}, {"attention_masks": {"full": None}}, "attention_masks={'full': None}, which this style does not implement"),
     ({}, {"sinks": 0.5}, "sinks=0.5, which this style does not implement"),
     ({}, {"sinks": "zeros", "s_aux": "ones"}, "sinks twice, under two names"),
+    ({"scale": 0.3}, {"scale": "ones"}, "scale must be a float or None, got tensor([1., 1., 1., 1.])"),
     ({}, {"softcap": "zeros"}, "softcap=a tensor of shape (4,), which this style does not implement"),
     ({}, {"window_size": "zeros"}, "window_size=a tensor of shape (4,), which this style does not implement"),
 ]  # fmt: skip
 MADE: dict[str, Callable[[], Any]] = {
     "blocky": block_mask, "another": lambda: block_mask(another), "zeros": lambda: torch.zeros(4),
+    "three rows": lambda: block_mask(batch=3), "three heads": lambda: block_mask(heads=3),
     "ones": lambda: torch.ones(4),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from wallfacer_dt import sharding
@@ -76,8 +76,8 @@ def context_parallel_attention(
 
     Returns:
         The output (B, N, L, Hv), in q's dtype or, as ``scaled_dot_product_attention`` has it, autocast's: this rank's,
-        or for DTensors one with q's placements (q, k and v are redistributed where a placement allows it, k and v to
-        q's). 0 for a query that sees no key.
+        or for DTensors one in the placements in which q is taken: its own, but that an axis besides the context mesh's
+        which shards the sequence, too, shards heads, or nothing; k and v follow. 0 for a query that sees no key.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -190,9 +190,13 @@ class ContextAttention(Setting):
 
     def _checked_anew(self, inputs: AttentionInputs, scale: float | None) -> Told:
         check_call(inputs, self)
-        if self.mesh and not isinstance(inputs.q, DTensor):
-            warn_undealt(named(self.mesh).ranks)
+        self.warn_undealt(inputs.q)
         return self.resolve(inputs, scale).told()
+
+    def warn_undealt(self, x: Tensor) -> None:
+        """Warn, once, of a plain tensor of ranks to which no sequence was dealt out; see ``dealing``."""
+        if self.mesh and not isinstance(x, DTensor):
+            warn_undealt(named(self.mesh).ranks)
 
     def resolve(self, inputs: AttentionInputs, scale: float | None = None) -> Options:
         """The operator's options for tensors that have been checked; asks a ``mask_mod``, which may raise anything.
@@ -265,13 +269,24 @@ class ContextAttention(Setting):
         """The name of the mask, and what it captures."""
         if self.options.mask_mod is None:
             return "", ()
-        sharded = {p.dim for p in q.placements if isinstance(p, Shard)} if isinstance(q, DTensor) else ()
-        may = {"by_row": sharding.BATCH not in sharded, "by_head": sharding.HEADS not in sharded}
+        divided = sharding.divided(q, self.groups)
+        if isinstance(self.options.mask_mod, BlockMask):
+            _check_table(self.options.mask_mod, q)
+        may = {"by_row": sharding.BATCH not in divided, "by_head": sharding.HEADS not in divided}
         lengths = self.seen_by_mask(q.shape, k.shape, shards=not isinstance(q, DTensor))
         lengths = index(lengths[0]), index(lengths[1])
         if torch.compiler.is_compiling():
             return mask_name(self.mask_key, lengths, q.device.type, **may), self.captured.tensors
         return recorded_mask(self.options.mask_mod, lengths, q.device.type, **may)
+
+
+def _check_table(mask: BlockMask, q: Tensor) -> None:
+    """Refuse (ValueError) a table for another batch, or for other heads."""
+    for what, has, needed in zip(("rows", "heads"), mask.shape, q.shape, strict=False):
+        if has not in (1, needed):
+            raise ValueError(
+                f"the BlockMask must be for {needed} {what}, which q has, or for one as for all, got {has}"
+            )
 
 
 def _unpickled(mesh: str, device_type: str, groups: ContextGroups, options: AttentionOptions) -> ContextAttention:

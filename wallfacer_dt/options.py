@@ -318,7 +318,7 @@ def with_options(function: Callable[..., Any], without: Collection[str] = ()) ->
     return found.replace(parameters=[*own, *told])
 
 
-def check_scale(scale: float | None, name: str = "scale") -> None:
+def check_scale(scale: Any, name: str = "scale") -> None:
     """Refuse (TypeError, ValueError) a factor that is no finite number above 0."""
     # A tensor may want a gradient, which it would not get.
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):

@@ -55,7 +55,14 @@ def placements_for(inputs: Mapping[str, DTensorSpec], groups: ContextGroups) -> 
         for axis, placement in enumerate(inputs[name].placements if name in inputs else ()):
             _check_placement(name, placement, _name(mesh, axis), on_context=axis in context.values())
     heads = math.gcd(q.shape[HEADS], k.shape[HEADS])
-    wanted = [_instead(p, heads, mesh.size(axis), axis in as_they_are) for axis, p in enumerate(q.placements)]
+    wanted = list(q.placements)
+    split = math.prod(mesh.size(axis) for axis, placement in enumerate(wanted) if _is_shard(placement, HEADS))
+    for axis, placement in enumerate(wanted):
+        if axis in as_they_are or not _is_shard(placement, SEQUENCE):
+            continue
+        parts = split * mesh.size(axis)
+        divides = heads % parts == 0 and q.shape[HEADS] // parts >= ulysses
+        split, wanted[axis] = (parts, Shard(HEADS)) if divides else (split, Replicate())
     for dim, what, length in ((BATCH, "batch", q.shape[BATCH]), (HEADS, "heads of q, k and v", heads)):
         sharding = [axis for axis, placement in enumerate(wanted) if _is_shard(placement, dim)]
         parts = math.prod(mesh.size(axis) for axis in sharding)
@@ -71,6 +78,17 @@ def placements_for(inputs: Mapping[str, DTensorSpec], groups: ContextGroups) -> 
                 f"{tuple(q.shape)}, k {tuple(k.shape)} (B, N, L, H)"
             )
     return tuple(wanted)
+
+
+def divided(q: Tensor, groups: ContextGroups) -> list[int]:
+    """The dims of q of which attention may be given a part; heads, too, where an axis beside the context mesh's shards
+    the sequence, of which a compiler cannot ask :func:`placements_for` what becomes. Of a plain tensor none.
+    """
+    if not isinstance(q, DTensor):
+        return []
+    mesh = q.device_mesh
+    dims = [p.dim for axis, p in enumerate(q.placements) if isinstance(p, Shard) and mesh.size(axis) > 1]
+    return dims + [HEADS] * (dims.count(SEQUENCE) > sum(n > 1 for n in groups.coordinate.axes))
 
 
 def replicate(x: Tensor, like: Tensor) -> Tensor:
@@ -198,12 +216,6 @@ def _check_placement(tensor: str, placement: Placement, axis: str, *, on_context
             f"{tensor} must be replicated on axis {axis}, or sharded by batch or heads, Shard({BATCH}) or "
             f"Shard({HEADS}) of (B, N, L, H), got {placement!r}"
         )
-
-
-def _instead(placement: Placement, heads: int, size: int, stays: bool) -> Placement:
-    if stays or not _is_shard(placement, SEQUENCE):
-        return placement
-    return Shard(HEADS) if heads % size == 0 else Replicate()
 
 
 def _name(mesh: DeviceMesh, axis: int) -> str:

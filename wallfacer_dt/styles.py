@@ -213,6 +213,8 @@ class _ContextParallel(AttentionStyle):
             if value is None and name in (*_TOLD, "length"):
                 continue
             if name in SCALE_NAMES:
+                if isinstance(value, Tensor):  # which compares elementwise
+                    check_scale(value)
                 if said and scale != value:
                     raise ValueError(f"{where} {name}={value!r} and {said}={scale}: give one of them")
                 if scale not in (None, value):
@@ -260,9 +262,9 @@ class _ContextParallel(AttentionStyle):
         A BlockMask of the style's mask_mod is not the style's, since it may hide more, but goes before it.
         """
         own = self.options.mask_mod
-        if mask is own:
+        if mask == own:  # of a bound method each access makes another
             return True
-        if own is not None and not (isinstance(mask, BlockMask) and mask.mask_mod is own):
+        if own is not None and not (isinstance(mask, BlockMask) and mask.mask_mod == own):
             raise ValueError(f"{where}={_short(mask)}, the style was given another mask_mod")
         if torch.compiler.is_compiling():
             raise ValueError(f"{where} under torch.compile, where masks are constants: give it to the style, mask_mod=")

@@ -111,12 +111,13 @@ def _check_together(inputs: AttentionInputs, setting: Setting) -> None:
     def shapes() -> str:
         return ", ".join(f"{name} {sizes(x)}" for name, x in zip(INPUTS, (q, *others), strict=False))
 
+    names = "q, k and v" if k_shared is None else "q, k, v and k_shared"
     if any(x.dtype != q.dtype for x in others):
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them")
+        raise TypeError(f"{names} must have one dtype, got {', '.join(str(x.dtype) for x in (q, *others))}; cast them")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"q, k and v must be floating point, got {q.dtype}; cast them")
     if any(x.device != q.device for x in others):
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+        raise ValueError(f"{names} must be on one device, got {', '.join(str(x.device) for x in (q, *others))}")
     if q.device.type != setting.device_type:
         raise ValueError(f"q, k and v must be on the mesh's device type {setting.device_type!r}, got {q.device}")
     if k.shape[:3] != v.shape[:3]:

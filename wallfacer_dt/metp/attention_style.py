@@ -230,6 +230,8 @@ class METPAttentionParallel(AttentionStyle):
             refusal = boundary.refusal(x, out_dim, check)
             if refusal is not None:
                 return returned.like(refusal)
+            if not torch.compiler.is_compiling():
+                attention.warn_undealt(x)
             parts = parts_of(module, names)
             inside, leave = boundary.enter(x)
             tensors = as_computed(inside, *self._shards(module))
