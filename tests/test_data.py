@@ -162,6 +162,16 @@ def resumed(consumed: int) -> tuple[list[int], list[int], int]:
     return everything, list(second), left
 
 
+def test_resuming_goes_on_where_workers_read_samples_alone() -> None:
+    """Where the loader asks for the sampler's iterator twice, and leaves the first."""
+    dataset = SequenceDataset(STREAM, 8)
+    sampler = SequenceSampler(dataset, seed=5)
+    everything = list(sampler)
+    sampler.load_state_dict(sampler.state_after(9))
+    read = [x.tolist() for x, _ in DataLoader(dataset, batch_size=None, sampler=sampler, num_workers=1)]
+    assert read == [dataset[index][0].tolist() for index in everything[9:]]
+
+
 @pytest.mark.parametrize("consumed", [0, 1, 7])
 def test_resuming_goes_on_where_the_trainer_was(consumed: int) -> None:
     everything, rest, left = resumed(consumed)

@@ -146,8 +146,9 @@ class SequenceSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Sample indices of this epoch; after ``load_state_dict``, the ones not yet consumed."""
+        # Not before the first is asked for: a DataLoader with workers makes an iterator that it leaves.
         skip, self._skip = self._skip, 0
-        return islice(super().__iter__(), skip, None)
+        yield from islice(super().__iter__(), skip, None)
 
     def __len__(self) -> int:
         """Samples of this group left in this epoch."""
