@@ -149,6 +149,18 @@ def test_a_block_mask_is_its_mask_mod(name: str) -> None:
     assert visibility(2, 4, length, length, mask_mod=mask).equal(seen.broadcast_to(2, 4, length, length))
 
 
+def test_a_mask_is_asked_on_the_device_of_its_tensors() -> None:
+    asked = set()
+
+    def mask(*positions: torch.Tensor) -> torch.Tensor:
+        asked.update(x.device.type for x in positions)
+        return torch.ones(1, 1, 4, 4, dtype=torch.bool)
+
+    visibility(1, 1, 4, 4, mask_mod=mask, device=torch.device("meta"))
+    visibility(1, 1, 4, 4, mask_mod=mask)
+    assert asked == {"meta", "cpu"}
+
+
 def test_the_blocks_of_a_block_mask_count() -> None:
     """As in compiled flex_attention: its mask_mod is asked in partial blocks alone, and says nothing of full ones."""
     partial = torch.tensor([[[1, 1]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)

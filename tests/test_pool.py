@@ -58,6 +58,41 @@ def test_a_rank_that_raises_is_named_and_the_pool_goes_on(pool: RankPool) -> Non
     assert pool.run(dist.get_rank) == [0, 1, 2]
 
 
+def _with_a_graph() -> torch.Tensor:
+    return 2 * torch.ones(1, requires_grad=True)
+
+
+def _known_here_alone() -> None:
+    pass
+
+
+def test_what_cannot_be_sent_is_told_and_the_pool_goes_on(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 of 3:(.|\n)*non-leaf tensor which requires_grad"):
+        pool.run(_with_a_graph)
+    assert pool.run(dist.get_rank) == [0, 1, 2]
+    monkeypatch.setattr(_known_here_alone, "__qualname__", "_known")  # as a function of a notebook
+    monkeypatch.setattr(sys.modules[__name__], "_known", _known_here_alone, raising=False)
+    with pytest.raises(RuntimeError, match=r"rank 0 of 3:(.|\n)*AttributeError: .*_known"):
+        pool.run(_known_here_alone)
+    assert pool.run(dist.get_rank) == [0, 1, 2]
+
+
+class _OfTwoError(Exception):
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one + other)
+
+
+def _what_cannot_be_read() -> _OfTwoError:
+    return _OfTwoError("", "")
+
+
+def test_a_call_of_which_answers_are_left_unread_closes_the_pool(pool: RankPool) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        pool.run(_what_cannot_be_read)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(dist.get_rank)
+
+
 def _unlike_numbers() -> list[float]:
     torch.manual_seed(dist.get_rank())
     first = torch.rand(1)

@@ -107,6 +107,7 @@ def attention_oracle(
         seen = visibility(
             q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal=is_causal, window_size=window_size,
             prefix_length=prefix_length, mask_mod=mask_mod, document_ids=document_ids, cu_seqlens=cu_seqlens,
+            device=q.device,
         )  # fmt: skip
     out = _attend(**leaves, is_causal=is_causal, seen=seen, scale=scale, softcap=softcap, backend=backend)
     grads = torch.autograd.grad(out, list(leaves.values()), grad_out.to(out.dtype))
@@ -125,8 +126,12 @@ def visibility(
     mask_mod: Mask | None = None,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Which keys each query sees: what all of the masks asked for let through, as booleans (B or 1, N or 1, Lq, Lk)."""
+    """Which keys each query sees: what all of the masks asked for let through, as booleans (B or 1, N or 1, Lq, Lk).
+
+    They are on the CPU; a ``mask_mod`` is asked for positions on ``device``, where its own tensors are, or there, too.
+    """
     i, j = torch.arange(q_length)[:, None], torch.arange(kv_length)
     seen = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
     if is_causal:
@@ -143,14 +148,14 @@ def visibility(
         run = F.pad((ids[..., 1:] != ids[..., :-1]).cumsum(-1), (1, 0))
         seen = seen & (run[..., :, None] == run[..., None, :])
     if mask_mod is not None:
-        seen = seen & _visible_by_mask(mask_mod, batch, heads, i, j)
+        seen = seen & _visible_by_mask(mask_mod, batch, heads, i, j, device)
     return seen
 
 
-def _visible_by_mask(mask: Mask, batch: int, heads: int, i: Tensor, j: Tensor) -> Tensor:
+def _visible_by_mask(mask: Mask, batch: int, heads: int, i: Tensor, j: Tensor, device: torch.device | None) -> Tensor:
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
     mask_mod = mask.mask_mod if isinstance(mask, BlockMask) else mask
-    seen = mask_mod(b, h, i, j)
+    seen = mask_mod(*(x.to(device) for x in (b, h, i, j))).cpu()
     if isinstance(mask, BlockMask):
         partial = _listed_blocks(mask, mask.kv_num_blocks, mask.kv_indices)
         seen = seen & partial[..., : len(i), : len(j)]

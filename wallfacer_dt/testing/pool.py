@@ -110,7 +110,11 @@ class RankPool:
 
     def _collect(self) -> list[Any]:
         deadline = time.monotonic() + self.timeout + 10
-        answers = [answer for process in range(len(self._pipes)) for answer in self._answers(process, deadline)]
+        try:
+            answers = [answer for process in range(len(self._pipes)) for answer in self._answers(process, deadline)]
+        except BaseException:  # what is left unread would be taken for the next call's answers
+            self.close()
+            raise
         failed = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
         if failed:
             # Others fail because this one did; it is most often the one that has not missed another.
@@ -126,7 +130,6 @@ class RankPool:
             why = f"did not answer within {self.timeout + 10} s"
         except (EOFError, ConnectionResetError):
             why = f"died{self._cause(process)}"
-        self.close()
         who = f"the process of all {self.size} ranks" if self._ranks_each > 1 else f"rank {process} of {self.size}"
         raise TimeoutError(f"{who} {why}; the pool is closed")
 
@@ -160,12 +163,20 @@ def _serve(
     # A closed pool has nobody left to answer.
     with suppress(EOFError, BrokenPipeError):
         while True:
-            answers = call(*pipe.recv())
+            try:
+                function, args = pipe.recv()
+            except (AttributeError, ImportError, TypeError, pickle.UnpicklingError):  # as of a notebook's function
+                function, args = _raise, (traceback.format_exc(),)
+            answers = call(function, args)
             try:
                 pipe.send(answers)
-            except (pickle.PicklingError, AttributeError, TypeError):
+            except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # as of a tensor with a graph
                 pipe.send([(False, traceback.format_exc())] * len(answers))
     os._exit(0)
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
 
 
 def _be_one(rank: int, size: int, store: str, timeout: float) -> Callable[[Callable[..., Any], tuple], list[Answer]]:
