@@ -159,9 +159,13 @@ class WithStatistics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.table, self.made_for = nn.BatchNorm1d(D), nn.Buffer(torch.ones(4)), 0
+        self.lengths: list[int] = []
+        self.last: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         self.table, self.made_for, self.also = 2 * self.table, len(x), x
+        self.lengths.append(len(x))
+        self.last["x"] = x
         return self.norm(x).square().sum() + self.norm.weight.sum()
 
 
@@ -172,10 +176,34 @@ def buffers_after() -> dict[str, bool]:
     mesh = context_mesh("cpu", ring=2)
     check_model(model, mesh, whole=lambda m: m(x), sharded=lambda m: m(x) / 2)
     found = {name: x is before[name][0] and torch.equal(x, before[name][1]) for name, x in model.named_buffers()}
-    return found | {"attributes": model.made_for == 0 and not hasattr(model, "also")}
+    found["attributes"] = model.made_for == 0 and not hasattr(model, "also")
+    return found | {"contents": (model.lengths, model.last) == ([], {})}
 
 
 def test_buffers_are_left_as_they_were(ranks: Ranks) -> None:
     for found in ranks(2).run(buffers_after):
-        assert len(found) == 5
+        assert len(found) == 6
         assert all(found.values()), found
+
+
+def in_half_precision(tolerance: float | None) -> str:
+    """Of a model in float32 that computes in 16 bits, and so sums its gradient over rows."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(64, 64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().sum()
+
+    mesh = context_mesh("cpu", ring=2)
+    mine = x.chunk(2)[mesh.get_local_rank("cp_ring")]
+    try:
+        check_model(model, mesh, whole=lambda m: loss(m, x), sharded=lambda m: loss(m, mine), tolerance=tolerance)
+    except EquivalenceError as error:
+        return str(error)
+    return "equal"
+
+
+def test_the_tolerance_is_of_what_is_computed_in(ranks: Ranks) -> None:
+    assert ranks(2).run(in_half_precision, None) == ["equal"] * 2
+    assert all("gradients" in said for said in ranks(2).run(in_half_precision, 1e-3))

@@ -58,8 +58,8 @@ def check_model(
         order: in which the batch was dealt out, dim 1 of what modules give. With it the first module whose output
             differs is named.
         document_ids: as :func:`shard_sequence` was given them, for ``document_head_tail``.
-        tolerance: of the loss, and of a gradient relative to its largest element; by default 1e-5 for a float64 loss or
-            parameter, 1e-3 for float32 and 8e-2 below.
+        tolerance: of the loss, and of gradients relative to their largest elements; by default 1e-5 for a model in
+            float64, 1e-3 in float32, and 8e-2 where a parameter, or what a module gives, is in 16 bits or fewer.
 
     Raises:
         EquivalenceError: on every rank, naming what differs, where first, and what may have caused it.
@@ -77,11 +77,9 @@ def check_model(
             raise ValueError("the model has no parameter that requires a gradient")
         if any(isinstance(p, DTensor) for p in parameters.values()):
             raise TypeError("the model's parameters are DTensors: check it before fully_shard and tensor parallelism")
-        dtypes = {p.dtype for p in parameters.values()}
-        most = max(_TOLERANCE.get(dtype, 8e-2) for dtype in dtypes) if tolerance is None else tolerance
         told = [(f"the parameter {path}", f"{tuple(p.shape)} {p.dtype}") for path, p in parameters.items()]
-        agree(_CHECK, [*told, ("order", order), ("tolerance", most)], name)
-    trial = _Trial(model, mesh, parameters, order, document_ids, most)
+        agree(_CHECK, [*told, ("order", order), ("tolerance", tolerance)], name)
+    trial = _Trial(model, mesh, parameters, order, document_ids, tolerance)
     with _left_as_it_is(model, parameters), random_state_kept(mesh), torch.enable_grad():
         expected = run_together(_CHECK, name, trial.run, whole)
         run_together(_CHECK, name, _check_comparable, expected)
@@ -126,7 +124,7 @@ class _Trial:
     parameters: dict[str, nn.Parameter]
     order: TokenOrder | None
     document_ids: Tensor | None
-    most: float
+    tolerance: float | None
 
     def run(self, function: Loss) -> _Run:
         """Forward and backward."""
@@ -149,7 +147,7 @@ class _Trial:
         """Refuse a model that gives another loss the second time."""
         with torch.no_grad():
             again, once = _loss(whole(self.model)).item(), expected.loss.item()
-        if self._differ(again, once):
+        if _differ(again, once, self._most(expected)):
             raise EquivalenceError(
                 f"run whole a second time the model has the loss {again:.6g}, not {once:.6g}: is there dropout?"
             )
@@ -157,7 +155,8 @@ class _Trial:
     def check_alike(self, expected: _Run) -> None:
         """Refuse, on every rank, ranks whose whole runs have different losses."""
         told = hear_all("check_model's losses", expected.loss.item(), name_of(self.mesh))
-        if any(self._differ(loss, told[min(told)]) for loss in told.values()):
+        most = self._most(expected)
+        if any(_differ(loss, told[min(told)], most) for loss in told.values()):
             by_rank = ", ".join(f"rank {rank}: {loss:.6g}" for rank, loss in sorted(told.items()))
             raise EquivalenceError(
                 f"ranks hold other parameters, or were given other batches: whole losses are {by_rank}"
@@ -167,6 +166,7 @@ class _Trial:
         """The first module whose output here is not this rank's part of what it gave in the whole run."""
         if self.order is None:
             return None
+        most = self._most(expected)
         for done, (path, mine) in enumerate(found.outputs.items()):
             its = expected.outputs.get(path)
             part = None if its is None else self._part(its, mine)
@@ -176,15 +176,15 @@ class _Trial:
                 error = worst_error([(mine, part)], relative_to="largest")
             except IncomparableError as why:
                 return _First(done, path, str(why))
-            if not error <= self.most:
+            if not error <= most:
                 return _First(done, path, f"by {error:.2g} of its largest element")
         return None
 
     def differences(self, expected: _Run, found: _Run) -> list[str]:
         """What differs of loss and gradients, in words."""
-        said = []
+        said, most = [], self._most(expected)
         loss, whole = found.loss.item(), expected.loss.item()
-        if self._differ(loss, whole):
+        if _differ(loss, whole, most):
             said.append(f"the loss is {loss:.6g} on the mesh, {whole:.6g} whole")
         sizes = {path: float(torch.linalg.vector_norm(its, torch.inf)) for path, its in expected.gradients.items()}
         largest = max(sizes.values())
@@ -197,7 +197,7 @@ class _Trial:
                 error = worst_error([pair], relative_to="nothing" if is_nothing else "largest")
             except IncomparableError as why:
                 return [*said, f"the gradient of {path}: {why}"]
-            if not error <= self.most:
+            if not error <= most:
                 wrong[path] = error
         if wrong:
             worst = max(wrong, key=lambda path: wrong[path])
@@ -240,11 +240,21 @@ class _Trial:
         part = local_shard(whole, order, dim=1, document_ids=documents)
         return part if part.shape == mine.shape and part.shape != whole.shape else None
 
-    def _differ(self, one: float, other: float) -> bool:
-        try:
-            return not worst_error([([one], [other])], relative_to="each") <= self.most
-        except IncomparableError:
-            return True
+    def _most(self, expected: _Run) -> float:
+        """By which numbers may differ."""
+        if self.tolerance is not None:
+            return self.tolerance
+        dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad or p.is_floating_point()}
+        # Under autocast of less than weights have; what a float64 model has in float32 are angles and the like.
+        dtypes |= {x.dtype for x in expected.outputs.values() if x.itemsize < torch.float32.itemsize}
+        return max(_TOLERANCE.get(dtype, 8e-2) for dtype in dtypes)
+
+
+def _differ(one: float, other: float, most: float) -> bool:
+    try:
+        return not worst_error([([one], [other])], relative_to="each") <= most
+    except IncomparableError:
+        return True
 
 
 def _is_packed_so(x: Tensor, documents: Tensor | None) -> bool:
@@ -268,13 +278,16 @@ class _Counts(TorchDispatchMode):
 
 @contextmanager
 def _left_as_it_is(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Afterwards gradients, buffers, as running statistics, and modules' own attributes are as before.
+    """Afterwards gradients, buffers, as running statistics, and modules' own attributes are as before, and so is what
+    lists, dicts and sets among them have.
 
     All of them: RoPE may keep in a buffer what it makes for a length that it keeps in an attribute.
     """
     usual = vars(nn.Module()).keys()
     grads = {path: p.grad for path, p in parameters.items()}
     own = [(m, {name: x for name, x in vars(m).items() if name not in usual}) for m in model.modules()]
+    # As a router's losses, which a forward adds to a list.
+    contents = [(x, x.copy()) for _, before in own for x in before.values() if type(x) in (list, dict, set)]
     buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m.named_buffers(recurse=False)]
     try:
         yield
@@ -286,6 +299,9 @@ def _left_as_it_is(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
             for name in [name for name in now if name not in usual]:
                 del now[name]
             now |= before
+        for some, before in contents:
+            some.clear()
+            (some.extend if type(some) is list else some.update)(before)
         for module, name, buffer, before in buffers:
             module._buffers[name] = buffer
             with torch.no_grad(), suppress(RuntimeError):  # what is expanded nobody can have written into
