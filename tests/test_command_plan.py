@@ -1,5 +1,6 @@
 """`wallfacer plan` and `wallfacer profile`: what is printed is the plan, and a file of one serves the other."""
 
+import ast
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from rich.console import Console
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tests.plan_cases import measured_shortly
-from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape
+from wallfacer_dt import Cluster, Kernels, Link, ModelShape, Plan, Profile, SequenceShape, sequence_positions
 from wallfacer_dt import plan as make_plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import NodeError, OptionError
@@ -174,7 +175,8 @@ Not included:
 - of the model: that
 
 To use plan 1:
-from wallfacer_dt import METPParallel, TokenOrder, WallFacerParallel, context_mesh, shard_sequence
+from wallfacer_dt import (METPParallel, TokenOrder, WallFacerParallel, context_mesh,
+    sequence_positions, shard_sequence)
 mesh = context_mesh("cuda", ring=2, team=2, ulysses=1, placement="team_in_node")
 order = TokenOrder("head_tail", mesh)
 attention = WallFacerParallel(
@@ -184,7 +186,9 @@ attention = WallFacerParallel(
 styles = {"layers.*.attention.inner_attention": attention}
 styles["layers.*.feed_forward"] = METPParallel(up="w3", down="w2", gate="w1", activation="gelu")
 parallelize_module(model, mesh, styles)  # torch.distributed.tensor.parallel
-tokens = shard_sequence(tokens, order, dim=1)
+tokens = shard_sequence(tokens, order, dim=1)  # and labels, once they are shifted
+# for RoPE, which else counts from 0 on every rank
+positions = sequence_positions(4098, order)
 # wrap layers: checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())""",
     )
 
@@ -346,7 +350,8 @@ def test_the_code_makes_the_plans_mesh_and_styles(one: Ranked, gated: bool) -> N
     styles = plan.styles(order) if gated else plan.styles(order, gate=None, up="w1")
     assert told(found["styles"]) == told(styles)
     assert ("layers.*.attention" in styles) == (one.candidate.projections == "metp")
-    assert applied[1] == "tokens = shard_sequence(tokens, order, dim=1)"
+    assert applied[1].startswith("tokens = shard_sequence(tokens, order, dim=1)")
+    assert found["positions"].equal(sequence_positions(plan.sequence.length, order))
     assert order.name == one.candidate.order
     assert ("save_attention" in code) == (one.candidate.checkpoint == "attention")
 
@@ -386,7 +391,7 @@ def test_the_code_asks_where_documents_begin(order: str) -> None:
         SMALL, ranked=(one,), sequence=SequenceShape(4096, is_causal=True, documents=(3000, 70)),
         cluster=replace(SMALL.cluster, device_type="cpu"),
     )  # fmt: skip
-    *code, last = (line for line in code_of(plan).splitlines() if "parallelize_module(" not in line)
+    *code, last, why, at = (line for line in code_of(plan).splitlines() if "parallelize_module(" not in line)
     asked = code.pop()
     assert asked.startswith("cu_seqlens = torch.tensor(...)  # where documents begin")
     bounds = plan.sequence.mask.documents[0]
@@ -396,11 +401,11 @@ def test_the_code_asks_where_documents_begin(order: str) -> None:
         exec("\n".join(code), found)
         with pytest.raises(RuntimeError, match="ellipsis"):
             exec(asked, dict(found))
-        exec(f"cu_seqlens = torch.tensor({bounds})\n{last}", found)
+        exec(f"cu_seqlens = torch.tensor({bounds})\n{last}\n{why}\n{at}", found)
         style = plan.styles(plan.order(plan.mesh("cpu")))
     assert told(found["styles"]) == told(style)
     shards = deal(4096, (1, 2, 2), order) if order == "contiguous" else deal_documents(bounds, (1, 2, 2))
-    assert found["tokens"][0].tolist() == positions(shards[1]).tolist()
+    assert found["tokens"][0].tolist() == found["positions"].tolist() == positions(shards[1]).tolist()
 
 
 def told(styles: dict) -> dict:
@@ -590,6 +595,11 @@ def test_bars_of_a_lane_hide_none_in_as_few_tracks_as_can_be(drawn: list[tuple[s
         ),
         (f"{SHAPE} {WHERE} --dtype int8", "--dtype: 'int8' is not one of"),
         (f"{SHAPE} {WHERE} --ranks 0", "--ranks must be at least 1, got 0"),
+        (
+            f"{SHAPE} --ranks 1000000 --ranks-per-node 8 --intra 1GB/s --inter 1GB/s",
+            "--ranks must be at most 999999, got 1000000",
+        ),
+        (f"{SHAPE} {WHERE} --nics 1000000", "--nics must be at most 999999, got 1000000"),
         (f"{SHAPE} {WHERE} --ranks 5", "--ranks-per-node must divide --ranks, got 2 and 5"),
         (f"{SHAPE} {WHERE} --nics 0", "--nics must be at least 1, got 0"),
         (f"{SHAPE} {WHERE} --inter 12.5", "--inter must be a rate like 12.5GB/s or 200Mbit/s, got '12.5'"),
@@ -854,6 +864,23 @@ def test_the_first_rank_says_what_all_refuse(ranks: Callable[[int], RankPool], t
     assert not list(tmp_path.glob("*.json"))
 
 
+def commanded_for_a_small_file(folder: Path, *options: str) -> tuple[int, str, str, list[float]]:
+    with (
+        mock.patch("wallfacer_dt.planning.profiling._MOST_BYTES", 1000),
+        mock.patch("wallfacer_dt.planning.profiling._run", side_effect=AssertionError("nothing is run in vain")),
+    ):
+        return commanded_on_a_rank(folder, *options)
+
+
+def test_a_file_that_would_be_too_large_is_refused_before_plans_are_run(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    (status, _, said, _), other = ranks(2).run(commanded_for_a_small_file, tmp_path, "", "")
+    assert status == 2
+    assert re.fullmatch(r"wallfacer profile: --out: .* would have more than 1000 bytes; name another file\n", said)
+    assert other == (2, "", "", [30])
+
+
 def test_ranks_with_unlike_options_are_refused_in_one_line(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     (status, _, said, waited), other = ranks(2).run(commanded_on_a_rank, tmp_path, "--top 1", "--top 2")
     assert (status, waited) == (2, [])
@@ -873,6 +900,22 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
     assert len(said) == 1
     assert said[0].startswith("wallfacer profile: --memory: nothing fits: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_is_no_call_of_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of torchrun's asks for one hears what is wrong."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "one", "RANK": "3", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for command in ("plan", "explain"):
+        assert main([command, "--ranks", "0"]) == 2
+        assert capsys.readouterr().err.startswith(f"wallfacer {command}: ")
+
+
+def test_what_a_profile_says_of_devices_is_no_code() -> None:
+    where = replace(SMALL.cluster, device_type='cpu"); print("')
+    (made,) = (line for line in code_of(replace(SMALL, cluster=where)).splitlines() if line.startswith("mesh"))
+    call = ast.parse(made).body[0].value
+    assert ast.literal_eval(call.args[0]) == where.device_type
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -961,6 +961,13 @@ def test_of_documents_on_many_ranks_one_stands_for_all(axes: tuple[int, int, int
     assert 0.9 * together.seconds <= alone.seconds <= together.seconds * (1 + 1e-9)
 
 
+def test_plans_of_documents_whatever_device_is_the_default() -> None:
+    some = SequenceShape(4096, is_causal=True, documents=(3000, 1096))
+    with torch.device("meta"):
+        found = plan(MODEL, some, cluster(2, 2))
+    assert found.chosen == plan(MODEL, some, cluster(2, 2)).chosen
+
+
 def test_a_margin_is_a_number() -> None:
     for margin in (-0.1, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"margin must be at least 0, and a number, got {margin}"):

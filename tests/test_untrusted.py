@@ -216,7 +216,7 @@ def test_a_record_that_is_cut_short_is_not_a_shorter_record(tmp_path: Path) -> N
         (("version",), 1, "its version is 1, this is 6; profile again"),
         (("version",), True, "its version is True, this is 6"),
         (("version",), 2.0, r"its version is 2\.0, this is 6"),
-        (("cluster", "ranks"), 10**9, "cluster.ranks must be at most 999999, got 1000000000"),
+        (("cluster", "ranks"), 10**9, "cluster: ranks must be at most 999999, got 1000000000"),
         (("cluster", "ranks"), 4.0, r"cluster.ranks must be a whole number, got 4\.0"),
         (("cluster", "ranks"), True, "cluster.ranks must be a whole number, got True"),
         (("cluster", "nics"), 2**63, "cluster.nics must be a number of 64 bits"),

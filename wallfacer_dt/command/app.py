@@ -72,7 +72,8 @@ def _message(error: Any) -> str:
 def _refuse(app: Any, arguments: Sequence[str], message: str, by: str = "RANK") -> int:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     command = next((f" {argument}" for argument in arguments if argument in names), "")
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(by) != "0":
+    is_of_all = command not in (" plan", " explain")  # which a process may run by itself, whatever torchrun told it
+    if is_of_all and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(by) != "0":
         # All ranks have the same arguments, and the first says what is wrong with them, or the first of its node what
         # is wrong there. torchrun ends all when one ends, which must not be before that.
         time.sleep(_PATIENCE)

@@ -9,6 +9,7 @@ from wallfacer_dt.layout import check_length
 from wallfacer_dt.reading import make
 
 _LONGEST = 100  # name of a kernel
+_MOST_RANKS = 10**6 - 1  # as many as a cluster by name has at most
 
 
 def check_number(value: float, what: str, *, zero: bool = False) -> None:
@@ -139,6 +140,9 @@ class Cluster:
         """Refuse (TypeError, ValueError) what is no cluster."""
         for name in ("ranks", "ranks_per_node", "nics"):
             check_length(getattr(self, name), name)
+        for name in ("ranks", "nics"):
+            if getattr(self, name) > _MOST_RANKS:
+                raise ValueError(f"{name} must be at most {_MOST_RANKS}, got {getattr(self, name)}")
         kinds = {"intra": Link, "inter": Link, "kernels": Kernels, "striped_gathers": bool, "device_type": str}
         for name, kind in kinds.items():
             check_kind(getattr(self, name), kind, name)

@@ -290,7 +290,7 @@ class SequenceShape:
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
         """(documents + 1,), int64, on the CPU: the documents' cumulative lengths, where there are several."""
-        return torch.tensor(self.mask.documents[0]) if self.documents else None
+        return torch.tensor(self.mask.documents[0], device="cpu") if self.documents else None
 
     def pairs(self) -> int:
         """(query, key) pairs that are seen, of a row of the batch."""

@@ -36,7 +36,6 @@ from wallfacer_dt.reading import FileError, make, read_json, shown
 
 _VERSION = 6
 _MOST_BYTES = 2**22  # of a file; some 6000 runs
-_MOST_RANKS = 10**6 - 1  # as many as a cluster by name has at most
 _CLOSE = 1.1  # times the fastest: so close are run again
 _SHORT, _MANY = 16, 20  # tokens of a rank with which a call has a GPU wait for its host, and how many calls in a row
 _RANKED = len(PLACEMENTS)  # plans for each that is run: so many there may be of a mesh and schedule
@@ -109,21 +108,26 @@ class Profile:
         Raises:
             ValueError: there would be more than :meth:`load` reads.
         """
+        text = self.as_text(path)
+        file, whole = _places(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            whole.write_text(text)
+            if file.exists():
+                shutil.copymode(file, whole)
+            whole.replace(file)
+        finally:
+            whole.unlink(missing_ok=True)
+
+    def as_text(self, path: str | os.PathLike[str]) -> str:
+        """What such a file has, or a refusal (FileError) of more than :meth:`load` reads."""
         entries = [asdict(one) for one in self.measured]
         for entry, one in zip(entries, self.measured, strict=True):
             entry["sequence"]["dtype"] = one.sequence.dtype_name
         text = json.dumps({"version": _VERSION, "cluster": self.cluster.as_json(), "measured": entries}, indent=1)
         if len(text) >= _MOST_BYTES:
             raise FileError(path, f"would have more than {_MOST_BYTES} bytes; name another file")
-        file, whole = _places(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            whole.write_text(text + "\n")
-            if file.exists():
-                shutil.copymode(file, whole)
-            whole.replace(file)
-        finally:
-            whole.unlink(missing_ok=True)
+        return text + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
@@ -197,8 +201,6 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def _check_possible(found: Profile) -> None:
     """Refuse (ValueError) what could not be planned by, or was not measured on this cluster."""
     ranks = found.cluster.ranks
-    if ranks > _MOST_RANKS:
-        raise ValueError(f"cluster.ranks must be at most {_MOST_RANKS}, got {ranks}")
     for i, one in enumerate(found.measured):
         if one.candidate.size != ranks:
             raise ValueError(f"measured[{i}].candidate has {one.candidate.size} ranks, the cluster {ranks}")
@@ -295,7 +297,14 @@ def profile(
 
     def fastest() -> tuple[Plan, list[Ranked]]:
         every = plan(model, sequence, cluster, keep=_RANKED * top, margin=0.0)
-        return every, shortlist(every, top, plan(model, sequence, cluster, keep=1).ranked)
+        chosen = shortlist(every, top, plan(model, sequence, cluster, keep=1).ranked)
+        if path is not None:
+            to_come = tuple(Measured(model, sequence, one.candidate, one.seconds) for one in chosen)
+            try:
+                _with_earlier(Profile(every.cluster, to_come), path).as_text(path)
+            except FileError as error:
+                raise PlanningError(str(error), about="out") from error
+        return every, chosen
 
     first, chosen = _by_first(fastest)
     seconds = _run(first, chosen, iterations, turns, partial(_built, build, device_type), torch.device(device_type))

@@ -28,7 +28,7 @@ def plan_as_json(plan: Plan, figures: Figures) -> str:
                     rotary_dim, dense_layers (the first so many have no experts), dense_ffn
         sequence    length, batch, is_causal, window_size ([back, ahead], null: all), dtype, documents (tokens of
                     those packed into it, in turn and round again; empty: one)
-        cluster     ranks, ranks_per_node, nics, memory (or null)
+        cluster     ranks, ranks_per_node, nics, memory (or null), striped_gathers, device_type
           intra, inter  bandwidth, latency
           kernels       forward, backward, linear, overhead, merge, copy, half_rows, attention (its name), launch,
                         takes_segments

@@ -25,7 +25,8 @@ class Where(NamedTuple):
 
     Attributes:
         cluster: it.
-        origins: of the kernels' rates by their names: ``"measured"``, ``"given"`` or ``"assumed"``, and how.
+        origins: of the kernels' rates by their names: ``"measured"``, ``"published"``, ``"given"`` or ``"assumed"``,
+            and how; or why there is none.
         peak: of a rank by its data sheet, floating point operations per second, or None.
         source: a line about a cluster that has a name, otherwise empty.
     """

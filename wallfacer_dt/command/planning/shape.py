@@ -54,7 +54,10 @@ Documents = Annotated[
 DType = Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of activations.")]
 Memory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Memory of a rank, like 80GB; what needs more is dropped. [default: any]"),
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of a rank, like 80GB; what needs more is dropped. [default: of --cluster or --profile, or any]",
+    ),
 ]
 Asked = Annotated[
     str | None,

@@ -12,6 +12,7 @@ _ATTENTION = "layers.*.attention.inner_attention"
 _PROJECTIONS = "layers.*.attention"
 _FEED_FORWARD = "layers.*.feed_forward"
 _WIDTH = 100
+_INDENT = "    "
 _CHECKPOINTS = {
     "attention": "wrap layers: checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())",
     "full": "wrap layers: checkpoint(layer, x, use_reentrant=False)",
@@ -31,11 +32,12 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
     it = plan.chosen
     has_metp, has_projections = it.feed_forward == "metp", it.projections == "metp"
     names = ["METPAttentionParallel"] * has_projections + ["METPParallel"] * has_metp
-    names += ["TokenOrder", "WallFacerParallel", "context_mesh", "shard_sequence"]
+    names += ["TokenOrder", "WallFacerParallel", "context_mesh", "sequence_positions", "shard_sequence"]
     lines = [
-        f"from wallfacer_dt import {', '.join(names)}",
-        f'mesh = context_mesh("{plan.cluster.device_type}", ring={it.ring}, team={it.team}, ulysses={it.ulysses}, '
-        f'placement="{it.placement}")',
+        textwrap.fill(f"from wallfacer_dt import ({', '.join(names)})", _WIDTH, subsequent_indent=_INDENT),
+        # Devices, too, may be anyone's word.
+        f"mesh = context_mesh({json.dumps(plan.cluster.device_type)}, ring={it.ring}, team={it.team}, "
+        f'ulysses={it.ulysses}, placement="{it.placement}")',
         f'order = TokenOrder("{it.order}", mesh)',
     ]
     where, inner = (_PROJECTIONS, "projected") if has_projections else (_ATTENTION, "attention")
@@ -65,7 +67,11 @@ def code_of(plan: Plan, activation: str = "silu") -> str:
             "cu_seqlens = torch.tensor(...)  # where documents begin, and the last one ends: every call takes it"
         )
     dealt = ", cu_seqlens=cu_seqlens" * (it.order == BY_DOCUMENT)
-    lines.append(f"tokens = shard_sequence(tokens, order, dim=1{dealt})")
+    lines += [
+        f"tokens = shard_sequence(tokens, order, dim=1{dealt})  # and labels, once they are shifted",
+        "# for RoPE, which else counts from 0 on every rank",
+        f"positions = sequence_positions({plan.sequence.length}, order{dealt})",
+    ]
     if it.checkpoint in _CHECKPOINTS:
         lines.append(f"# {_CHECKPOINTS[it.checkpoint]}")
     return "\n".join(lines)
@@ -92,8 +98,7 @@ def _attention_line(name: str, options: Mapping[str, Any]) -> str:
     line = f"{name} = WallFacerParallel({', '.join(arguments)})"
     if len(line) <= _WIDTH:
         return line
-    indent = "    "
     # A line ends between arguments, not within the pair of a window.
     whole = ", ".join(argument.replace(" ", "\0") for argument in arguments)
-    filled = textwrap.fill(whole, _WIDTH, initial_indent=indent, subsequent_indent=indent).replace("\0", " ")
+    filled = textwrap.fill(whole, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT).replace("\0", " ")
     return f"{name} = WallFacerParallel(\n{filled}\n)"
