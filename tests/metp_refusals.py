@@ -327,8 +327,8 @@ def flattened_before() -> None:
     apply(FeedForward(), metp(check=False), mesh)
 
 
-def beside_tp(given: Tensor) -> None:
-    called(apply(FeedForward(), metp(check=False), with_tp()), given)
+def beside_tp(given: Tensor, **options: Any) -> None:
+    called(apply(FeedForward(), metp(check=False, **options), with_tp()), given)
 
 
 def in_a_graph(given: Tensor, layout: Any = None, **options: Any) -> None:
@@ -529,6 +529,8 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "a batch that the mesh shards": lambda: attend(distributed(Shard(1), Shard(0))),
     "axes in another order": lambda: on_axes(("cp_team", "cp_ring"), [[0, 2], [1, 3]]),
     "a tp that is not its own": lambda: on_axes(("cp_ring", "tp"), [[0, 1], [2, 3]], "cp_ring"),
+    "a layout of the dim that is multiplied": lambda: beside_tp(x(1, 2, D), input_layouts=Shard(-1)),
+    "a layout of a dim that is none": lambda: beside_tp(x(1, 2, D), output_layouts=Shard(3)),
     "one rank's model dim beside tp": lambda: beside_tp(x(1, 2, D - (dist.get_rank() == 0))),
     "whole weights": lambda: with_other_weights("whole", FeedForward(), metp(check=False)),
     "whole weights of attention": lambda: with_other_weights("whole", Attention(), attention(check=False)),

@@ -152,6 +152,14 @@ MESSAGES = {
     ),
     "axes in another order": ("ValueError", "x must be on a mesh that has the axes ['cp_ring', 'cp_team'] in"),
     "a tp that is not its own": ("ValueError", "on no other, got Shard(dim=1) on axis 'tp'"),
+    "a layout of the dim that is multiplied": (
+        "ValueError",
+        "input_layouts must be Replicate() or a Shard of one of x's first 2 dims, got Shard(dim=-1) for x of shape (1",
+    ),
+    "a layout of a dim that is none": (
+        "ValueError",
+        "output_layouts must be Replicate() or a Shard of one of x's",
+    ),
     "one rank's model dim beside tp": ("ValueError", "x must have shape (..., tokens, 6), got (1, 2, 5)"),
     "a projection with a parameter of its own": (
         "ValueError",

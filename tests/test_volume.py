@@ -411,6 +411,23 @@ def test_hops_that_there_are_not() -> None:
             attention_volume(4, 1, hops=hops, **SHAPE, heads=4, kv_heads=2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"heads": 6, "kv_heads": 4}, ValueError, "heads must be a multiple of kv_heads, got 6 and 4"),
+        ({"heads": 2, "kv_heads": 4}, ValueError, "heads must be a multiple of kv_heads, got 2 and 4"),
+        ({"ulysses": 8}, ValueError, "ulysses must be at most heads, which it splits, got 8 and 4"),
+        ({"ring": 0}, ValueError, "ring must be at least 1, got 0"),
+        ({"length": 0}, ValueError, "length must be at least 1, got 0"),
+        ({"kv_heads": 2.0}, TypeError, r"kv_heads must be an int, got 2\.0"),
+        ({"order": "zigzag"}, ValueError, "order must be one of"),
+    ],
+)
+def test_calls_that_there_are_not(changes: dict, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        attention_volume(**({"ring": 2, "team": 1, "heads": 4, "kv_heads": 2} | SHAPE | changes))
+
+
 @pytest.mark.parametrize("index", [-1, 8])
 def test_a_rank_that_there_is_not(index: int) -> None:
     """It would count itself among those it receives from."""

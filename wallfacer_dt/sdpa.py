@@ -67,7 +67,8 @@ def context_parallel(
             before), positions, rotary tables. None of them may need a gradient.
         buffer_seq_dims: by buffer, the dim of its positions.
         no_restore_buffers: those that need not be put back.
-        **options: see :class:`AttentionOptions`; ``is_causal`` and ``scale`` are the calls' own.
+        **options: see :class:`AttentionOptions`; but ``is_causal`` and ``scale`` are the calls' own, lengths those of
+            buffers, and there is no ``mask_mod``, ``prefix_length`` or ``replicated``.
 
     Yields:
         Nothing.
@@ -98,7 +99,7 @@ def context_parallel(
             yield
     finally:
         mode.is_over, _ACTIVE.may_compute_again = True, mode.ran_without_gradients
-        _put((x, was) for x, was in zip(buffers, whole, strict=True) if x not in kept)
+        _put((x, was) for x, was in zip(buffers, whole, strict=True) if all(x is not one for one in kept))
     if not mode.calls:
         raise RuntimeError(
             "nothing in context_parallel called scaled_dot_product_attention: a model that computes attention "
@@ -232,7 +233,10 @@ def _checked(buffers: Sequence[Tensor], dims: Sequence[int], kept: Set[Tensor], 
     """The sequence's length, of what fits."""
     options_of("context_parallel", options).check()
     if own := [name for name in _OWN if name in options]:
-        raise ValueError(f"{own[0]} is no option of context_parallel: calls bring it, or it knows")
+        raise ValueError(
+            f"{own[0]} is no option of context_parallel: is_causal and scale are each call's, lengths are known, and "
+            "for a mask_mod, a prefix or replicated tokens use a style or context_parallel_attention"
+        )
     if not buffers or len(buffers) != len(dims):
         raise ValueError(f"buffer_seq_dims has a dim for each of the buffers, got {len(dims)} for {len(buffers)}")
     if any(all(x is not buffer for buffer in buffers) for x in kept):

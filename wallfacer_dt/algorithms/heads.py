@@ -24,6 +24,7 @@ from wallfacer_dt.algorithms.turns import Computing, Turn, last
 from wallfacer_dt.collectives.functional import all_to_all, wait
 from wallfacer_dt.collectives.send_buffer import Layout, Shares, layout
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.rows import Members, Rows
 
 Kind = Literal["q", "kv", "shared"]
@@ -52,6 +53,16 @@ class Heads(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return self.q[0] == self.q[1]
+
+
+def check_heads(heads: int, kv_heads: int, ulysses: int = 1) -> None:
+    """Refuse (TypeError, ValueError) what are no heads, or too few to be split over so many ranks."""
+    for name, number in (("heads", heads), ("kv_heads", kv_heads), ("ulysses", ulysses)):
+        check_length(number, name)
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+    if heads < ulysses:
+        raise ValueError(f"ulysses must be at most heads, which it splits, got {ulysses} and {heads}")
 
 
 @lru_cache(maxsize=256)

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from wallfacer_dt.algorithms.head_groups import OUT, head_groups
+from wallfacer_dt.algorithms.heads import check_heads
 from wallfacer_dt.algorithms.volume import AttentionVolume, Volume, attention_volume
 from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.layout import shard_sizes
@@ -105,7 +106,12 @@ def metp_attention_volume(
 
     Returns:
         Forward and backward, with the rotations of the inner attention.
+
+    Raises:
+        TypeError: a size is no int.
+        ValueError: heads that do not divide, or what :func:`attention_volume` refuses.
     """
+    check_heads(heads, kv_heads)
     p = ring * team
     groups = head_groups(heads, kv_heads, head_dim, (ring, team), fused=fused)
     attention = partial(

@@ -151,11 +151,14 @@ Work = tuple[Segments, ...]
 
 
 def pairs_seen(queries: Spans, mask: Mask, length: int) -> int:
-    """How many keys, of a sequence of such a length, queries at these positions see in all, in the batch's first row.
+    """How many keys, of a sequence of such a length, queries at these positions see in all, in the batch's first row;
+    by bounds and documents, which is all that the mask may have.
 
     >>> pairs_seen(np.array([[0, 6]]), Mask(right=0, documents=((0, 4, 6),)), 6)
     13
     """
+    assert not mask.prefix
+    assert not mask.asked
     if not len(queries):
         return 0
     pieces, bounds = Stored(queries, mask, 0).pieces, np.minimum(mask.bounds(0), length)

@@ -8,11 +8,13 @@ from functools import lru_cache
 import torch
 
 from wallfacer_dt.algorithms.flows import Flow, Flows, Shape
+from wallfacer_dt.algorithms.heads import check_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import check_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
 from wallfacer_dt.compiler import constant
 from wallfacer_dt.kernels.merge import accumulation_dtype
+from wallfacer_dt.layout import check_length, check_order
 from wallfacer_dt.mesh import Coordinate
 
 ROTATIONS = ("auto", "kv", "q")
@@ -98,8 +100,15 @@ def attention_volume(
         Forward and backward volumes.
 
     Raises:
-        ValueError: unknown schedule or rotation, or they do not fit the mesh or each other; no such distances or rank.
+        TypeError: a size is no int.
+        ValueError: sizes that are none, or that attention refuses; an unknown order, schedule or rotation, or they do
+            not fit the mesh or each other; no such distances or rank.
     """
+    sizes = {"ring": ring, "team": team, "batch": batch, "length": length, "head_dim": head_dim}
+    for name, size in sizes.items():
+        check_length(size, name)
+    check_heads(heads, kv_heads, ulysses)
+    check_order(order)
     value_dim = head_dim if value_dim is None else value_dim
     kv_length = length if kv_length is None else kv_length
     rotations = resolve_rotations(

@@ -30,6 +30,7 @@ from wallfacer_dt.kernels.visible import finite
 _KEPT = 64  # bands and shapes of each mask
 # As long as the mask is, as in visible.py.
 _in_bands: WeakKeyDictionary[BlockMask, dict[Any, BlockMask]] = WeakKeyDictionary()
+_bands: dict[Any, BlockMask] = {}  # without a mask
 _configuring = Lock()
 
 
@@ -64,9 +65,8 @@ def _blocks(how: How, q: Tensor, k: Tensor) -> BlockMask | None:
     if band == FULL:
         return mask
     key = band, q.shape[2], k.shape[2], q.device
-    if mask is None:
-        return _in_band(None, *key)
-    return kept(_in_bands.setdefault(mask, {}), key, _KEPT, lambda: _in_band(mask, *key))
+    known = _bands if mask is None else _in_bands.setdefault(mask, {})
+    return kept(known, key, _KEPT, lambda: _in_band(mask, *key))
 
 
 def _in_band(mask: BlockMask | None, band: Band, rows: int, columns: int, device: torch.device) -> BlockMask:

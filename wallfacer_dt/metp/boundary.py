@@ -158,12 +158,26 @@ class Boundary:
             raise ValueError(f"x must have shape (..., tokens, {weight.shape[1]}), got {sizes(x)}")
         if x.device.type != device_type:
             raise ValueError(f"x must be on the mesh's device type {device_type!r}, got {x.device}")
+        if self.weights.tp_mesh is not None:
+            self._check_layouts(x)
         self.weights.check_shards(self.shards, parts)
         for name, part in parts.items():
             if computed_dtype(part.dtype, device_type) != computed_dtype(x.dtype, device_type):
                 raise TypeError(f"x and the weights must have one dtype, got {x.dtype} and {part.dtype} of {name}")
         if isinstance(x, DTensor):
             self._check_placements(x, sequence)
+
+    def _check_layouts(self, x: Tensor) -> None:
+        """A plain x is whole in its last dim, which is multiplied; and there are no other dims than its."""
+        layouts = [("output_layouts", self.output_layout, x.ndim)]
+        if not isinstance(x, DTensor):
+            layouts.append(("input_layouts", self.input_layout, x.ndim - 1))
+        for name, layout, dims in layouts:
+            if isinstance(layout, Shard) and not 0 <= layout.dim + x.ndim * (layout.dim < 0) < dims:
+                raise ValueError(
+                    f"{name} must be Replicate() or a Shard of one of x's first {dims} dims, got {layout!r} for x of "
+                    f"shape {sizes(x)}"
+                )
 
     def _check_placements(self, x: DTensor, sequence: bool) -> None:
         mesh, names = self.weights.mesh, x.device_mesh.mesh_dim_names or ()
