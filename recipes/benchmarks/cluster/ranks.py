@@ -36,6 +36,7 @@ from recipes.benchmarks.cluster.network import OUT, Network, enter, run_first
 from recipes.benchmarks.memory.layers import Attention, FeedForward
 from wallfacer_dt.agreement import agree
 from wallfacer_dt.collectives import functional
+from wallfacer_dt.dealing import dealing_by_hand
 from wallfacer_dt.mesh import context_groups, temporary_groups
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.probe import Probe
@@ -122,7 +123,7 @@ class Rank:
     def _mesh(self, it: Candidate) -> Iterator[DeviceMesh]:
         """A mesh for one turn: gloo's threads, of every group, wake up all the while."""
         mesh = wf.context_mesh("cpu", it.ring, it.team, ulysses=it.ulysses, placement=it.placement)
-        with temporary_groups(mesh):
+        with temporary_groups(mesh), dealing_by_hand(range(self.machines.ranks)):
             # What a call does once on a new mesh is no part of a turn.
             context_groups(mesh)
             for group in mesh.get_all_groups():
@@ -239,7 +240,6 @@ def _serve(rank: int, machines: Machines, store: str, answers: TextIO) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=machines.ranks, timeout=_PATIENCE
     )
-    one = Rank(machines)
     answer: dict[str, Any] = {}
     while True:
         command: list[Any] = [None]
@@ -250,7 +250,7 @@ def _serve(rank: int, machines: Machines, store: str, answers: TextIO) -> None:
         dist.broadcast_object_list(command, 0)
         if command[0] is None:
             return
-        do = getattr(one, command[0].pop("do"))
+        do = getattr(Rank(machines), command[0].pop("do"))
         kinds = get_type_hints(do)
         answer = do(**{name: make(kinds[name], given) for name, given in command[0].items()})
 
