@@ -1,7 +1,9 @@
 """Adapters of peft on a mesh: LoRA is that of one process, before context_parallel or after it; others are refused."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 import peft
 
 from tests.models import MODELS, add_up, tokens_of
+from wallfacer_dt.integrations import adapters
 from wallfacer_dt.integrations.transformers import context_parallel, shard_inputs
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -115,13 +118,15 @@ def test_layers_that_peft_copies_attend_as_those_that_they_are_of(ranks: Callabl
 
 
 def dropped(options: dict[str, Any], seed: int) -> None:
-    """A step of an adapter that drops parts of weights, for all tokens at once."""
+    """A step of an adapter that drops or mixes parts of weights, for all tokens at once."""
     mesh, (tokens, labels) = context_mesh("cpu", ring=2), tokens_of(60)
     order = TokenOrder("head_tail", mesh)
     batch = shard_inputs(mesh, tokens, labels=labels, order=order)
     model = MODELS["Llama"].made()
     context_parallel(model, mesh, order=order)
     model = peft.get_peft_model(model, getattr(peft, options["kind"])(target_modules=["q_proj"], **options["more"]))
+    if options["kind"] == "PolyConfig":
+        batch["task_ids"] = torch.zeros(2, dtype=torch.int64)
     torch.manual_seed(dist.get_rank() * seed)
     model.double().train()(**batch)
     torch.manual_seed(dist.get_rank())
@@ -134,6 +139,7 @@ def dropped(options: dict[str, Any], seed: int) -> None:
         ("LoKrConfig", {"rank_dropout": 0.5}),
         ("LoHaConfig", {"module_dropout": 0.5}),
         ("BOFTConfig", {"boft_dropout": 0.5, "boft_block_size": 4}),
+        ("PolyConfig", {"task_type": "CAUSAL_LM"}),
     ],
 )
 def test_what_is_drawn_for_all_tokens_is_the_same_on_all_ranks(
@@ -142,3 +148,13 @@ def test_what_is_drawn_for_all_tokens_is_the_same_on_all_ranks(
     ranks(2).run(dropped, {"kind": kind, "more": more}, 0)
     with pytest.raises(RuntimeError, match="the random state, of which adapters draw once"):
         ranks(2).run(dropped, {"kind": kind, "more": more}, 1)
+
+
+def test_what_is_drawn_on_a_device_is_of_its_random_state() -> None:
+    def said(state: int) -> str:
+        device = SimpleNamespace(get_rng_state=lambda: torch.tensor([state], dtype=torch.uint8))
+        with mock.patch.object(torch, "get_device_module", {"cuda": device}.__getitem__):
+            return adapters.random_state("cuda")
+
+    assert said(1) == said(1) != said(2)
+    assert adapters.random_state("cpu") == adapters.random_state("cpu") != said(1)

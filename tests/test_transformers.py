@@ -246,6 +246,8 @@ def refused_calls() -> dict[str, str]:
     embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {
         "inputs_embeds": torch.zeros(2, 16, 32, dtype=torch.float64)
     }
+    own = {**bare, "labels": batch["labels"], "shift_labels": batch["labels"]}
+    many = {**batch, SEQUENCE: type(batch[SEQUENCE])(**vars(batch[SEQUENCE]) | {"counted": 2**24 + 1})}
     calls = {
         "no positions": {"input_ids": batch["input_ids"]},
         "positions that count from 0": {**batch, "position_ids": torch.arange(16)[None]},
@@ -274,6 +276,16 @@ def refused_calls() -> dict[str, str]:
         "no number for a count": {**batch, "num_items_in_batch": math.nan},
         "another count on a rank": {**batch, "num_items_in_batch": batch["num_items_in_batch"] + (rank == 1)},
         "a sum of counts": {**batch, "num_items_in_batch": 2 * int(batch["num_items_in_batch"])},
+        "a loader of one's own": {**own, "num_items_in_batch": 97},
+        "its count of a rank's own": {**own, "num_items_in_batch": 96},
+        "its labels, none of which counts": {
+            **{name: torch.full_like(x, -100) if "labels" in name else x for name, x in own.items()},
+            "num_items_in_batch": 0,
+        },
+        "its labels on a rank": {**(own if rank == 1 else batch), "num_items_in_batch": 97},
+        "labels put into a batch": {**shard_inputs(mesh, tokens, order=order), **own, "num_items_in_batch": 96},
+        "a count that float32 rounds": {**many, "num_items_in_batch": torch.tensor(2.0**24)},
+        "a count that it need not round": {**many, "num_items_in_batch": 2**24},
     }
     said = {name: refusal(lambda call=call: model(**call)) for name, call in calls.items()}
     said["all-ones mask"] = refusal(lambda: model(**{**batch, "attention_mask": torch.ones(2, 16)}))
@@ -352,6 +364,13 @@ SAYS = {
     "no number for a count": "of which 97 labels count, got nan",
     "another count on a rank": "num_items_in_batch must be the same on every rank of the mesh, got",
     "a sum of counts": "went through",
+    "a loader of one's own": "went through",
+    "its count of a rank's own": "num_items_in_batch must be that of the whole batch, of which 97 labels count, got 96",
+    "its labels, none of which counts": "num_items_in_batch must be more than 0, got 0",
+    "its labels on a rank": "how many labels of the whole batch are known to count must be the same on every rank",
+    "labels put into a batch": "of which 97 labels count, got 96",
+    "a count that float32 rounds": "went through",
+    "a count that it need not round": "of which 16777217 labels count, got 16777216",
     "all-ones mask": "went through",
     "without what shard_inputs says": "went through",
     "the model inside": "outside a forward",

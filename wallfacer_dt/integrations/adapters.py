@@ -15,8 +15,8 @@ _MIXING = {
     "shadow": "SHADOW's second model would see a rank's own tokens only: leave it out",
 }
 STATE = (
-    "the random state, of which adapters draw once for all tokens (rank_dropout, module_dropout, boft_dropout): leave "
-    "these out, or give all ranks one seed"
+    "the random state, of which adapters draw once for all tokens (rank_dropout, module_dropout, boft_dropout, Poly's "
+    "routing): leave these out, or give all ranks one seed"
 )
 """What ranks must have alike where :func:`draw_for_all` says so; in words."""
 
@@ -51,7 +51,7 @@ def reasons(model: nn.Module, alora: str | None = "leave it out") -> Iterator[st
 
 
 def draw_for_all(model: nn.Module) -> bool:
-    """Whether adapters drop parts of weights at random, once for all tokens: then ranks must drop the same ones."""
+    """Whether adapters drop or mix parts of weights at random, once for all tokens: then all ranks must draw alike."""
     return any(layer.training and _drops(layer) for layer in _layers(model))
 
 
@@ -61,9 +61,12 @@ def draw_for_each(model: nn.Module) -> bool:
     return any(layer.training or any(getattr(layer, "sample_at_inference", {}).values()) for layer in layers)
 
 
-def random_state() -> str:
-    """Of this rank's generator on the CPU, which these draw from."""
-    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+def random_state(kind: str) -> str:
+    """Of this rank's generators on the CPU and on its device, of a mesh's kind: where weights are, some draw there."""
+    states = [torch.get_rng_state()]
+    if kind != "cpu":
+        states.append(torch.get_device_module(kind).get_rng_state())
+    return hashlib.blake2b(torch.cat(states).numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def without_copies(path: str) -> str:
@@ -87,6 +90,7 @@ def _drops(layer: nn.Module) -> bool:
         return bool(layer.p)
     if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False):
         return False
-    by_adapter = (getattr(layer, name, None) for name in ("rank_dropout", "module_dropout"))
+    # The last is Poly's, whose routers draw in training whatever they are told.
+    by_adapter = (getattr(layer, name, None) for name in ("rank_dropout", "module_dropout", "poly_type"))
     active = getattr(layer, "active_adapters", ())
     return any(some.get(adapter) for some in by_adapter if isinstance(some, dict) for adapter in active)

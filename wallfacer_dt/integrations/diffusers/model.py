@@ -135,7 +135,9 @@ class ContextParallel(Handle[ModelMixin]):
                 forward.text = _tokens(self._plan.text_given, given.get(self._plan.text_given))
                 if self._plan.more_text:
                     forward.text += model.get_parameter(self._plan.more_text).shape[1]
-            states = {adapters.STATE: adapters.random_state()} if adapters.draw_for_all(model) else {}
+            states = {}
+            if adapters.draw_for_all(model):
+                states[adapters.STATE] = adapters.random_state(self.mesh.device_type)
             compare_inputs(f"a forward of {type(model).__name__}", given | states, name_of(self.mesh))
             for name in self._plan.per_token & given.keys():
                 shape = given[name].shape

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations import adapters
 from wallfacer_dt.integrations.handle import Handle, found_on, make_way
 from wallfacer_dt.integrations.transformers import upstream
 from wallfacer_dt.integrations.transformers.attend import REFUSED, AttentionOnMesh
-from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
+from wallfacer_dt.integrations.transformers.inputs import IGNORED, SEQUENCE
 from wallfacer_dt.integrations.transformers.loss import SummedLoss, SumOfLogits, shifts_labels
 from wallfacer_dt.integrations.transformers.masked_tokens import count_masked_tokens
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
@@ -203,13 +203,17 @@ class ContextParallel(Handle[PreTrainedModel]):
             ]
             if (items := given.get("num_items_in_batch")) is not None:
                 told.append(("num_items_in_batch", _checked_count(items, sequence.counted)))
+            told.append(("how many labels of the whole batch are known to count", sequence.counted))
             told.append(("whether the loss is the mean of logits", takes_mean))
             told.append(
                 ("how many modules count masked tokens", sum(map(upstream.scales_by_masked_tokens, self._told)))
             )
             if adapters.draw_for_all(model):
-                told.append((adapters.STATE, adapters.random_state()))
+                told.append((adapters.STATE, adapters.random_state(self.mesh.device_type)))
             agree(f"a forward of {type(model).__name__}", told, name_of(self.mesh))
+            if items is not None and given.get("labels") is not None and not sequence.counted:
+                mine = given["labels" if given.get("shift_labels") is None else "shift_labels"]
+                _check_count_of_all(items, mine, name_of(self.mesh))
             self._forward = ForwardPass(sequence)
             if takes_mean and given.get("labels") is not None:
                 self._forward.own_loss = SumOfLogits.taken_from(given, type(model).__name__)
@@ -375,13 +379,25 @@ def handle_of(model: Any) -> ContextParallel:
 def _checked_count(given: Any, counted: int) -> float:
     """What a loss is divided by, or a refusal (ValueError) where more labels than that count in this batch alone."""
     count = float(given)
-    if not count >= counted:
+    # Trainer has it in float32, which rounds it above 2**24.
+    is_rounded = isinstance(given, Tensor) and given.is_floating_point()
+    least = float(torch.tensor(counted, dtype=torch.float32)) if is_rounded else counted
+    if not count >= least:
         raise ValueError(
-            f"num_items_in_batch must be that of the whole batch, of which {counted} labels count, got {count:g}: pass "
-            "on what shard_inputs gives, or a sum of these; blank labels before it, and where gradients are averaged "
-            "multiply the loss"
+            f"num_items_in_batch must be that of the whole batch, of which {counted} labels count, got {count:.12g}: "
+            "pass on what shard_inputs gives, or a sum of these; blank labels before it, and where gradients are "
+            "averaged multiply the loss"
         )
     return count
+
+
+def _check_count_of_all(given: Any, labels: Tensor, mesh: str) -> None:
+    """Refuse (ValueError) 0, or less than the labels of all ranks that count, where no batch of shard_inputs tells."""
+    heard = hear_all("how many labels count", int((labels != IGNORED).sum()), mesh)
+    if not _checked_count(given, sum(heard.values())):
+        raise ValueError(
+            "num_items_in_batch must be more than 0, got 0: all labels are -100, or there is nothing to predict"
+        )
 
 
 def _offset(asked: dict[str, Any]) -> bool:
