@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from wallfacer_dt import TokenOrder, context_mesh
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -361,6 +363,8 @@ def refused() -> dict[str, str]:
         for name, value in LATER.items():
             said |= {f"{name}, set later": later(name, value), f"{name}, on a rank": later(name, value, range(1, 2))}
         said["what was refused has left nothing behind"] = train()
+        unnamed = ContextParallelTrainer(model, arguments(label_names=[]), eval_dataset=Rows())
+        said["no names of labels"] = refusal(unnamed.evaluate)
         sharded = MODELS["Llama"].made()
         context_parallel(sharded, mesh, order=order)
         fully_shard(sharded)
@@ -377,7 +381,7 @@ def refused() -> dict[str, str]:
 LATER = {
     "compute_loss": lambda *_, **__: None, "compute_loss_func": lambda *_, **__: None, "compute_metrics": lambda _: {},
     "label_smoother": LabelSmoother(0.1), "neftune_noise_alpha": 5.0, "args.average_tokens_across_devices": False,
-    "model_accepts_loss_kwargs": False,
+    "model_accepts_loss_kwargs": False, "args.include_for_metrics": ["inputs"], "label_names": ["labels", "others"],
 }  # fmt: skip
 REFUSED = {
     **{
@@ -390,6 +394,7 @@ REFUSED = {
         for when in ("set later", "on a rank")
     },
     "what was refused has left nothing behind": "went through",
+    "no names of labels": 'label_names must have "labels"',
     "DTensors": "is a DTensor already, and Trainer would put the model into DDP: leave fully_shard out",
     "DTensors, evaluated": "went through",
     "label smoothing that a callback sets": "does not go with label_smoothing_factor",
@@ -435,6 +440,43 @@ def unwrapped() -> str:
 def test_a_model_that_nothing_averages_is_refused(ranks: Ranks) -> None:
     for said in ranks(RANKS).run(unwrapped):
         assert "the model is in no DistributedDataParallel, got LlamaForCausalLM" in said
+
+
+def reported() -> tuple[list[float], list[float], list[int]]:
+    """The loss that a trainer says it has trained with, and that of its parameters then, beside one process; and steps
+    of evaluation and prediction. It logs nothing meanwhile.
+    """
+    size, rows, held_out = dist.get_world_size(), Rows(), Rows()
+    mesh, model = context_mesh("cpu", ring=size), MODELS["Llama"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun() if size > 1 else nullcontext():  # one rank as on CUDA, where accelerate puts it into no DDP
+        told = arguments(logging_strategy="no")
+        trainer = ContextParallelTrainer(model, told, train_dataset=rows, eval_dataset=held_out)
+        said = trainer.train()
+        steps = [rows.asked[4 * step :][:4] for step in range(3)]
+        losses = [said.training_loss, said.metrics["train_loss"], trainer.state.log_history[-1]["train_loss"]]
+        evaluated_as, predicted = trainer.evaluate(), trainer.predict(held_out).metrics
+    expected, of_steps = one_process("Llama", rows, steps)
+    wanted = [sum(of_steps) / 3] * 3 + [evaluated(expected, held_out, 16, 5)]
+    speeds = {**evaluated_as, **predicted, **trainer.state.log_history[-1]}
+    many = [round(speeds[f"{name}_runtime"] * speeds[f"{name}_steps_per_second"]) for name in ("eval", "test")]
+    return [*losses, evaluated_as["eval_loss"]], wanted, many
+
+
+def check_reported(told: tuple[list[float], list[float], list[int]]) -> None:
+    losses, wanted, steps = told
+    assert worst_error([(torch.tensor(losses), torch.tensor(wanted))]) < 1e-4
+    assert steps == [4, 4]
+
+
+def test_what_is_reported_is_that_of_one_process(ranks: Ranks) -> None:
+    for told in ranks(2).run(reported):
+        check_reported(told)
+
+
+def test_one_rank_trains_without_ddp() -> None:
+    with fake_world(1):
+        check_reported(reported())
 
 
 def test_trainers_that_are_refused(ranks: Ranks) -> None:

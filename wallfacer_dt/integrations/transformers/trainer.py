@@ -7,6 +7,7 @@ shifted before they were cut: the average of W parts, each times W, is their sum
 every rank other sequences, and no rank must take these for shards of one; and what it evaluates it gathers by row.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from typing import Any
@@ -33,6 +34,7 @@ from wallfacer_dt.mesh import mesh_ranks
 
 # What a batch may bring, as `shard_inputs` calls it.
 _TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens"}
+_LABELS = {"labels", "shift_labels"}  # of a rank's part of it
 # What collators tell kernels of the documents that position_ids show.
 _FOR_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
@@ -78,6 +80,7 @@ class ContextParallelTrainer(Trainer):
             if sum(map(len, groups)) != dist.get_world_size():
                 raise ValueError(f"every rank must be in one mesh of context_parallel, got meshes of ranks {groups}")
         self._groups, self._group = len(groups), groups.index(mesh_ranks(self.context.mesh))
+        self._evaluated = "", 0  # the prefix of the last evaluation, and its steps, until they are told
         # By which all of its loaders are prepared: not for each rank, but for each mesh.
         self.accelerator.prepare_data_loader = self._prepare_loader
 
@@ -111,8 +114,14 @@ class ContextParallelTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def _averages(self) -> bool:
-        """Whether the model is in DDP, perhaps compiled."""
-        return isinstance(getattr(self.model_wrapped, "_orig_mod", self.model_wrapped), DistributedDataParallel)
+        """Whether the model is in DDP, perhaps compiled, or one rank has all gradients, where accelerate has none."""
+        is_in_ddp = isinstance(getattr(self.model_wrapped, "_orig_mod", self.model_wrapped), DistributedDataParallel)
+        return is_in_ddp or dist.get_world_size() == 1
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, which adds what no step has logged: of all ranks the mean, as of what was logged."""
+        self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -157,11 +166,16 @@ class ContextParallelTrainer(Trainer):
             As Trainer's.
 
         Raises:
-            ValueError: on every rank: a setting that is refused at construction; on several meshes, where it is not
-                known which rows accelerate repeats.
+            ValueError: on every rank: a setting that is refused at construction, or no label_names; on several meshes,
+                where it is not known which rows accelerate repeats.
         """
         with refusing_together(self._everyone):
             self._check_settings()
+            if not self.label_names:
+                raise ValueError(
+                    'label_names must have "labels", of which the loss is evaluated, got none: '
+                    'TrainingArguments(label_names=["labels"])'
+                )
             if self._groups > 1:
                 # An iterable one, too, that has a length.
                 if isinstance(dataloader.dataset, IterableDataset) or not has_length(dataloader.dataset):
@@ -176,7 +190,41 @@ class ContextParallelTrainer(Trainer):
                         "numbers of batches to evaluate: leave it out"
                     )
         self.gather_function = self._by_row
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self._groups))
+        self._evaluated = kwargs.get("metric_key_prefix", "eval"), steps
+        return output
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, but for steps per second: a mesh's, where Trainer takes every rank to have its own.
+
+        Args:
+            *args: as Trainer has them.
+            **kwargs: likewise.
+
+        Returns:
+            As Trainer's.
+        """
+        output = super().predict(*args, **kwargs)
+        self._tell_steps(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, but for an evaluation's steps per second, as :meth:`predict`.
+
+        Args:
+            logs: what is logged.
+            *args: as Trainer has them.
+            **kwargs: likewise.
+        """
+        self._tell_steps(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _tell_steps(self, metrics: dict[str, float]) -> None:
+        prefix, steps = self._evaluated
+        if runtime := metrics.get(f"{prefix}_runtime"):
+            metrics[f"{prefix}_steps_per_second"] = round(steps / runtime, 3)
+            self._evaluated = "", 0
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -313,6 +361,12 @@ class ContextParallelTrainer(Trainer):
             ),
             "loss_type of TRL (the loss is Trainer's)": (
                 not self.own_loss_adds_up and getattr(args, "loss_type", "nll") != "nll"
+            ),
+            'include_for_metrics=["inputs"] (they are shards; the loss alone is evaluated)': (
+                "inputs" in args.include_for_metrics
+            ),
+            "label_names of others than labels (a rank's part of a batch has none)": (
+                not _LABELS.issuperset(self.label_names)
             ),
             "label_smoothing_factor (it takes the mean over this rank's tokens)": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": self.neftune_noise_alpha is not None,
