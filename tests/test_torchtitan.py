@@ -581,7 +581,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
 def test_a_loader_of_other_sequences_does_not_go_on(tmp_path: Path) -> None:
-    def made(text: str = "one two three four" * 9, length: int = 8, **options: Any) -> Any:
+    def made(text: str = "one two\n\nthree four" * 9, length: int = 8, **options: Any) -> Any:
         from recipes.torchtitan.text import ByteTokenizer, TextLoader
 
         (tmp_path / "text").write_text(text)
@@ -592,7 +592,7 @@ def test_a_loader_of_other_sequences_does_not_go_on(tmp_path: Path) -> None:
 
     saved = made().state_dict()
     for other, option in (
-        (made("four three two one" * 9), "--dataloader.dataset_path of 162 tokens with CRC-32"),
+        (made("four three two one" * 9), "--dataloader.dataset_path of 171 tokens with CRC-32"),
         (made(length=16), "--training.seq_len of 8, this run has 16"),
         (made(documents=True), "--dataloader.documents of False, this run has True"),
     ):
@@ -601,6 +601,34 @@ def test_a_loader_of_other_sequences_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--dataloader\.dataset_path of None"):
         made().load_state_dict({"sequences": 4})  # of a version before
     made().load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        ["a\n\n\n", "b\nc\n\n"],
+        ["\n\n\na\n\n", "b\n"],
+        ["a\r\n\r\n\r\n", "b\r\nc\r\n\r\n"],
+    ],
+)
+def test_documents_end_after_empty_lines(tmp_path: Path, documents: list[str]) -> None:
+    from recipes.torchtitan.text import ByteTokenizer, TextLoader, _encoded
+
+    (tmp_path / "text").write_bytes("".join(documents).encode())
+    config = TextLoader.Config(dataset_path=str(tmp_path / "text"), documents=True)
+    (tokens_T, starts_T), _ = _encoded(config, ByteTokenizer())
+    parts = tokens_T.tensor_split(starts_T.nonzero().flatten()[1:])
+    assert [bytes(part.tolist()).decode() for part in parts] == documents
+
+
+@pytest.mark.parametrize("text", ["one\ntwo\r\nthree\r" * 9, "one " * 9 + "\n\n"])
+def test_a_text_of_one_document_is_refused(tmp_path: Path, text: str) -> None:
+    from recipes.torchtitan.text import ByteTokenizer, TextLoader
+
+    (tmp_path / "text").write_bytes(text.encode())
+    config = TextLoader.Config(dataset_path=str(tmp_path / "text"), documents=True)
+    with pytest.raises(ValueError, match="is one document: paragraphs must end in an empty line"):
+        TextLoader(config, dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), seq_len=8, local_batch_size=1)
 
 
 def said_of_loaders(folder: Path) -> list[str]:

@@ -18,6 +18,9 @@ from recipes.training.ranks import load_alike
 from recipes.training.settings import Launch, RecipeError
 from recipes.training.text import load_text
 
+# Every character of a text is in one, empty lines in the one that they end; the first has those before it, too.
+_PARAGRAPH = re.compile(r"(?:\r?\n)*.+?(?:(?:\r?\n){2,}|\Z)", re.DOTALL)
+
 
 class ByteTokenizer(BaseTokenizer):
     """Bytes as tokens, 0 to 255; no token begins or ends a text."""
@@ -54,7 +57,7 @@ class TextLoader(ParallelAwareDataloader):
         """`dataset_path` is the file; None means the source of Python's standard library."""
 
         documents: bool = False
-        """Whether paragraphs, which an empty line ends, are documents, of which tokens see their own only."""
+        """Whether paragraphs, which empty lines end, are documents, of which tokens see their own only."""
 
     def __init__(
         self,
@@ -80,6 +83,11 @@ class TextLoader(ParallelAwareDataloader):
             )
         except RecipeError as error:
             raise ValueError(str(error).replace("--text", "--dataloader.dataset_path")) from error
+        if config.documents and starts_T.sum() < 2:
+            raise ValueError(
+                f"--dataloader.documents: {source} is one document: paragraphs must end in an empty line; leave the "
+                "option out, or give another text"
+            )
         self._made_of = {
             "dataset_path": f"{len(tokens_T)} tokens with CRC-32 {zlib.crc32(tokens_T.numpy().data):08x}",
             "seq_len": seq_len,
@@ -147,7 +155,7 @@ def _encoded(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, ...]]:
     """The tokens of the text, and which of them begin a document; and what must be the same on all ranks."""
     whole = load_text(config.dataset_path).bytes_S.tobytes().decode(errors="replace")
-    parts = re.split(r"(?<=\n\n)", whole) if config.documents else [whole]
+    parts = _PARAGRAPH.findall(whole) if config.documents else [whole]
     encoded = [tokenizer.encode(part) for part in parts]
     tokens_T = torch.tensor([token for part in encoded for token in part])
     starts_T = torch.tensor([start for part in encoded for start in [True] * bool(part) + [False] * (len(part) - 1)])
