@@ -28,33 +28,32 @@ class Metrics:
 
     Args:
         output: the folder, and whether tensorboard is to show them.
-        made: those of the steps that were made already, which the file is to have too, whatever it has.
+        made: those of the steps that were made already, which are written first, whatever is there of them.
         shown: whether this rank writes.
     """
 
     def __init__(self, output: Output, made: list[dict[str, float]], *, shown: bool) -> None:
         self._output, self._file, self._board = output, None, None
+        self._failed: set[str] = set()
         if not shown:
             return
         with self._writing(FILE):
             self._file = (output.out / FILE).open("w")
-        for step, numbers in enumerate(made, 1):
-            self.write(step, **numbers)
         if output.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What a run before this one wrote of later steps is not shown.
+            # What a run before this one wrote is not shown: of steps that were made it is written anew.
             with self._writing(BOARD):
-                self._board = SummaryWriter(str(output.out / BOARD), purge_step=len(made) + 1)
+                self._board = SummaryWriter(str(output.out / BOARD), purge_step=1)
+        for step, numbers in enumerate(made, 1):
+            self.write(step, **numbers)
 
     def write(self, step: int, **numbers: float) -> None:
         """The numbers of a step, the first being 1."""
-        if self._output.failures:
-            return
-        if self._file is not None:
+        if self._file is not None and FILE not in self._failed:
             with self._writing(FILE):
                 print(json.dumps({"step": step, **numbers}), file=self._file, flush=True)
-        if self._board is not None:
+        if self._board is not None and BOARD not in self._failed:
             with self._writing(BOARD):
                 for name, number in numbers.items():
                     self._board.add_scalar(name, number, step)
@@ -62,11 +61,12 @@ class Metrics:
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         failures = self._output.failures
-        is_first = not failures
+        before = len(failures)
         with writing(self._output, name):
             yield
-        if is_first and failures:
-            print(f"{failures[0]}; training goes on, without metrics", file=sys.stderr, flush=True)
+        if len(failures) > before and name not in self._failed:
+            self._failed.add(name)
+            print(f"{failures[-1]}; training goes on without it", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Metrics:
         return self
