@@ -185,11 +185,17 @@ def test_the_demo_wants_a_time_that_ends(
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_the_demo_says_of_paths_is_no_markup(
+def test_what_a_demo_that_fails_says_and_leaves(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Paths are no markup, and what an earlier demo left is gone, of runs that were not begun, too."""
     text = tmp_path / "[red]a.txt"
     text.write_bytes(bytes(200) * 100)
+
+    left = [tmp_path / "out" / name for name in ("run.json", "curves.png", "ulysses1_ring4_team1/run.json")]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
     def fail(*_: object) -> None:
         raise RunError("no run")
@@ -197,6 +203,7 @@ def test_what_the_demo_says_of_paths_is_no_markup(
     monkeypatch.setattr("recipes.training.demo._run", fail)
     assert main(["demo", "--out", str(tmp_path / "out"), "--text", str(text), "--sequence", "64"]) == 1
     assert capsys.readouterr().out.startswith(f"Training on {text}: 5 runs of ")
+    assert not [path for path in left if path.exists()]
 
 
 def run(**changes: object) -> Run:

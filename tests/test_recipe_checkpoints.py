@@ -62,8 +62,7 @@ def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, meshes: Seq
         found = losses(tmp_path / "out")
         uninterrupted = uninterrupted or found
         assert worst_error([(found, uninterrupted)]) <= 1e-6, mesh
-        steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-        assert steps == [*range(1, STEPS + 1)]
+        assert steps_in(tmp_path / "out" / "metrics.jsonl") == [*range(1, STEPS + 1)]
         end_at(tmp_path, 2 * number + 2)
 
 
@@ -76,6 +75,17 @@ def test_on_the_same_mesh_it_is_the_same_run(ranks: Ranks, tmp_path: Path) -> No
     assert ranks(4).run(recipe_on_rank, keeping(tmp_path, "--ring", "4", "--resume", keep=2)) == [0] * 4
     assert losses(tmp_path / "out") == uninterrupted
     assert names(tmp_path) == ["step_10", "step_10.broken", "step_12", "step_12.broken"]
+
+
+def steps_in(metrics: Path) -> list[int]:
+    """Those of which a file has lines, or a folder what tensorboard shows."""
+    if metrics.is_file():
+        return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(metrics))
+    shown.Reload()
+    return [event.step for event in shown.Scalars("loss")]
 
 
 def names(folder: Path) -> list[str]:
@@ -167,6 +177,21 @@ def test_what_cannot_be_loaded_ends_in_a_line(
     assert "step_12 cannot be loaded: missing key in checkpoint" in capfd.readouterr().err
 
 
+def said_of_ranks_lost_in_loading(arguments: list[str]) -> tuple[int, str]:
+    """A rank's exit status, and what it says."""
+    lost = mock.patch.object(dcp, "load", side_effect=RuntimeError("Connection closed by peer"))
+    with lost, contextlib.redirect_stderr(io.StringIO()) as said:
+        status = recipe_on_rank(arguments)
+    return status, said.getvalue()
+
+
+def test_a_rank_that_is_lost_is_not_taken_for_a_checkpoint_that_cannot_be_loaded(ranks: Ranks, copied: Path) -> None:
+    found = ranks(2).run(said_of_ranks_lost_in_loading, keeping(copied, "--ring", "2", "--resume"))
+    for rank, (status, said) in enumerate(found):
+        waited = f"rank {rank} of 2: waited for other ranks' part in a checkpoint: Connection closed by peer"
+        assert (status, said.splitlines()[-1]) == (1, f"train_bytes: {waited}")
+
+
 def test_metrics_have_every_step(copied: Path) -> None:
     """Also where their file was damaged, and in another folder."""
     end_at(copied, 4)
@@ -175,14 +200,14 @@ def test_metrics_have_every_step(copied: Path) -> None:
     metrics.write_text("\n".join([first[0], '{"loss": 1}', "[]", first[2], first[3][:9]]))
     for out in (copied / "out", copied / "other"):
         assert recipe_here(keeping(copied, "--resume", f"--out={out}", every=4)) == 0
-        lines = (out / "metrics.jsonl").read_text().splitlines()
-        assert lines[:4] == first
-        assert [json.loads(line)["step"] for line in lines] == [*range(1, STEPS + 1)]
+        assert (out / "metrics.jsonl").read_text().splitlines()[:4] == first
+        assert steps_in(out / "metrics.jsonl") == [*range(1, STEPS + 1)]
         end_at(copied, 4)
 
 
 def test_what_an_earlier_run_left_does_not_pass_for_this_one_s(tmp_path: Path) -> None:
-    left, others = ["run.json", "curve.png", "samples.png"], ["model/model.safetensors", "mine.png", "metrics.jsonl"]
+    left = ["run.json", "curve.png", "curves.png", "samples.png"]
+    others = ["model/model.safetensors", "mine.png", "metrics.jsonl"]
     for name in (*left, *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -288,26 +313,31 @@ def test_metrics_on_a_full_disk_end_in_a_line_after_the_run(ranks: Ranks, tmp_pa
     (status, said), other = ranks(2).run(said_with_metrics_on_a_full_disk, tmp_path, ["--ring", "2"])
     trouble = f"--out: {tmp_path / 'metrics.jsonl'} cannot be written: No space left on device"
     assert status == 2
-    assert said.startswith(f"{trouble}; training goes on, without metrics\n")
+    assert said.startswith(f"{trouble}; training goes on without it\n")
     assert said.endswith(f"train_bytes: {trouble}\n")
     assert "Traceback" not in said
     assert other == (0, "")
     assert len(losses(tmp_path)) == STEPS
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+@pytest.mark.parametrize(("name", "other"), [("metrics.jsonl", "tensorboard"), ("tensorboard", "metrics.jsonl")])
 def test_metrics_that_cannot_be_made_end_in_a_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, other: str
 ) -> None:
+    """And keep no others from being written."""
     pytest.importorskip("tensorboard")
-    (tmp_path / "tensorboard").touch()
     if name == "metrics.jsonl":
         (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).touch()
     assert recipe_here([*RUN, "--tensorboard", "--out", str(tmp_path)]) == 2
     said = capfd.readouterr().err
-    assert f"train_bytes: --out: {tmp_path / name} cannot be written: " in said
+    trouble = f"--out: {tmp_path / name} cannot be written: "
+    assert said.count(trouble) == 2  # at once, and in the end
+    assert f"train_bytes: {trouble}" in said
     assert "Traceback" not in said
     assert len(losses(tmp_path)) == STEPS
+    assert steps_in(tmp_path / other) == [*range(1, STEPS + 1)]
 
 
 def test_one_process_waits_for_nobody(
@@ -375,10 +405,10 @@ def test_what_is_no_number_ends_the_run_before_it_is_kept(
     assert not (copied / "out" / "run.json").exists()
 
 
-def test_tensorboard_shows_what_was_not_gone_over_again(copied: Path) -> None:
-    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    end_at(copied, 8)
-    assert recipe_here(keeping(copied, "--resume", "--tensorboard", every=4)) == 0
-    shown = board.EventAccumulator(str(copied / "out" / "tensorboard"))
-    shown.Reload()
-    assert [event.step for event in shown.Scalars("loss")] == [9, 10, 11, 12]
+def test_tensorboard_shows_every_step_once(copied: Path) -> None:
+    """Also those made before it was asked for, and those that are gone over again."""
+    pytest.importorskip("tensorboard")
+    for _ in range(2):
+        end_at(copied, 8)
+        assert recipe_here(keeping(copied, "--resume", "--tensorboard", every=4)) == 0
+        assert steps_in(copied / "out" / "tensorboard") == [*range(1, STEPS + 1)]

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from recipes.training import manifest
 from recipes.training.batches import Batches
 from recipes.training.manifest import BrokenError
-from recipes.training.settings import LostError, RecipeError, Saving
+from recipes.training.settings import LostError, RecipeError, Saving, first_line
 from recipes.training.trainer import Trainer
 from wallfacer_dt import note_progress
 from wallfacer_dt.agreement.whereabouts import Whereabouts
@@ -248,6 +248,8 @@ class Checkpoints:
         except (RecipeError, LostError):
             raise
         except (Exception, dcp.api.CheckpointException) as error:
+            if self._group is not None and Whereabouts.is_wait(error):
+                raise self._lost(error) from error
             raise RecipeError(f"--resume: {folder} cannot be loaded: {_first_line(error)}") from error
         model, optimizer = self._trainer.model, self._trainer.optimizer
         set_model_state_dict(model, state["model"])
@@ -311,7 +313,7 @@ def _first_line(error: BaseException) -> str:
     """Of what first went wrong on some rank."""
     failures = getattr(error, "failures", None)
     cause = next(iter(failures.values()))[0] if failures else error
-    return str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return first_line(cause)
 
 
 def _found(folder: Path | None, *, remove: bool) -> tuple[list[str], bool]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from recipes.training.command import spelled
 from recipes.training.compare import compare
 from recipes.training.picture import draw
-from recipes.training.record import Run, make_folder, read_run
+from recipes.training.record import Run, make_folder, read_run, remove_earlier
 from recipes.training.report import print_comparison, write_comparison
 from recipes.training.settings import Demo, RecipeError, RunSettings
 
@@ -82,6 +82,8 @@ def compare_runs(
     if not 0 < options.timeout < math.inf:
         raise RecipeError(f"--timeout must be finite and above 0, got {options.timeout}")
     make_folder(out)
+    for folder in (out, *(out / folder_of(each) for each in settings)):
+        remove_earlier(folder)
     console = Console(highlight=False, soft_wrap=True)
     console.print(title, markup=False)
     try:
@@ -113,8 +115,6 @@ def _run(recipe: str, settings: RunSettings, out: Path, timeout: float) -> Run:
     """
     assert settings.ring is not None
     record = (out / "run.json").resolve()
-    # What an earlier demo left must not pass for this one's.
-    record.unlink(missing_ok=True)
     ranks = settings.ulysses * settings.ring * settings.team
     status = _finish(_start(_command(recipe, settings, ranks, record.parent)), timeout)
     if status is None:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipes.training.settings import Launch, Output, RecipeError
+from recipes.training.settings import Launch, Output, RecipeError, first_line
 from wallfacer_dt.command.planning.launch import cores
 
 
@@ -159,11 +159,11 @@ def make_folder(path: Path, option: str = "--out") -> None:
 
 
 def remove_earlier(out: Path) -> None:
-    """Remove what a run before this one left in its folder, which would pass for this one's if it fails.
+    """Remove what a run or demo before this one left in its folder, which would pass for this one's if it fails.
 
     Not its model, which somebody may want, nor anything of a name that no recipe gives.
     """
-    for name in ("run.json", "curve.png", "samples.png"):
+    for name in ("run.json", "curve.png", "curves.png", "samples.png"):
         (out / name).unlink(missing_ok=True)
 
 
@@ -176,7 +176,7 @@ def writing(output: Output, name: str, errors: type[Exception] = OSError) -> Ite
     try:
         yield
     except errors as error:
-        why = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        why = getattr(error, "strerror", None) or first_line(error)
         output.failures.append(f"--out: {output.out / name} cannot be written: {why}")
 
 

@@ -31,6 +31,11 @@ class LostError(Exception):
     """Other ranks were waited for in vain: each rank shows it as one line; exit status 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, within a line of one's own."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What every training run has. `ring` None means what the world leaves: world / (ulysses x team x data_parallel).
