@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     BloomForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -89,8 +92,8 @@ def test_a_model_that_does_not_fit_on_the_disk_ends_in_a_line(
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    """The folder of a tokenizer, of which a word of a text of three is a token."""
-    vocabulary = {"one": 0, "two": 1, "three": 2, "[UNK]": 3}
+    """The folder of a tokenizer, of which a word of a text of three is a token; most numbers are of none."""
+    vocabulary = {"one": 0, "two": 1, "three": 300, "[UNK]": 3}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path / "words")
@@ -103,7 +106,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path, words: Path) -> No
     text.write_text("one two three " * 400)
     few = [*FEW, "--text", str(text)]
     assert recipe_here([*few, "--tokenizer", str(words), "--out", str(first)], "finetune_hf") == 0
-    assert AutoTokenizer.from_pretrained(first / "model")("three one")["input_ids"] == [2, 0]
+    assert AutoTokenizer.from_pretrained(first / "model")("three one")["input_ids"] == [300, 0]
     assert recipe_here([*few, "--model", str(first / "model"), "--out", str(then)], "finetune_hf") == 0
     assert losses(then)[0] < losses(first)[-1]
 
@@ -218,6 +221,54 @@ def llama(eps: float = 1e-6, **rope: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **LLAMA, **told))
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def widen(path: Path) -> None:
+    path.write_text(path.read_text().replace('"intermediate_size": 16', '"intermediate_size": 32'))
+
+
+@pytest.mark.parametrize(("file", "damage"), [("model.safetensors", cut), ("config.json", widen)])
+def test_a_model_that_is_damaged_ends_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, damage: Callable[[Path], None]
+) -> None:
+    llama().save_pretrained(tmp_path)
+    damage(tmp_path / file)
+    told = ["--model", str(tmp_path), "--tokenizer", "bytes", "--text", __file__, "--out", str(tmp_path / "out")]
+    assert recipe_here([*FEW, *told], "finetune_hf") == 2
+    said = capfd.readouterr().err
+    assert f"finetune_hf: --model: {tmp_path} has no model that loads: " in said
+    assert "Traceback" not in said
+
+
+def test_a_tokenizer_that_is_cut_short_ends_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: Path
+) -> None:
+    cut(words / "tokenizer.json")
+    assert recipe_here([*SMALL, "--tokenizer", str(words), "--out", str(tmp_path)], "finetune_hf") == 2
+    said = capfd.readouterr().err
+    assert f"finetune_hf: --tokenizer: {words} has no tokenizer that loads: " in said
+    assert "Traceback" not in said
+
+
+def test_a_model_of_pictures_too_has_the_vocabulary_of_its_text(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: Path
+) -> None:
+    """Which its own config does not tell."""
+    config = Gemma3Config(
+        text_config={"vocab_size": 256, "num_key_value_heads": 1, "head_dim": 8, **LLAMA},
+        vision_config={"image_size": 16, "patch_size": 8, **LLAMA},
+        mm_tokens_per_image=4,
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "gemma")
+    told = [*FEW, "--model", str(tmp_path / "gemma"), "--out", str(tmp_path)]
+    assert recipe_here([*told, "--text", __file__, "--tokenizer", "bytes"], "finetune_hf") == 0
+    (tmp_path / "text").write_text("one two three " * 400)
+    assert recipe_here([*told, "--text", str(tmp_path / "text"), "--tokenizer", str(words)], "finetune_hf") == 2
+    assert "--tokenizer: the text has token 300, the model a vocabulary of 256" in capfd.readouterr().err
+
+
 def said_of_models(folders: tuple[Path, Path], options: list[str]) -> str:
     """What a rank says whose model is in its own folder."""
     told = ["--model", str(folders[dist.get_rank()]), "--tokenizer", "bytes", "--text", __file__, "--steps", "1"]
@@ -230,10 +281,11 @@ def said_of_models(folders: tuple[Path, Path], options: list[str]) -> str:
 def test_ranks_with_other_models_are_refused(ranks: Ranks, tmp_path: Path, options: list[str]) -> None:
     """Of one of which FSDP would take half, and half of the other."""
     one, weights, config, broken = (tmp_path / name for name in ("one", "weights", "config", "broken"))
-    broken.mkdir()
     for folder, seed, eps in ((one, 0, 1e-6), (weights, 1, 1e-6), (config, 0, 1e-5)):
         torch.manual_seed(seed)
         llama(eps).save_pretrained(folder)
+    shutil.copytree(one, broken)
+    cut(broken / "model.safetensors")
     for other in (weights, config):
         for said in ranks(2).run(said_of_models, (one, other), options):
             assert "rank 1 found other data than rank 0: all ranks need the same files" in said

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.finetune_hf.settings import BYTES, Settings
-from recipes.training.settings import RecipeError
+from recipes.training.settings import RecipeError, first_line
 from recipes.training.text import load_documents
 
 
@@ -72,12 +72,13 @@ def _tokenized(texts: list[bytes], settings: Settings) -> tuple[list[np.ndarray]
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise _no_tokenizer(settings, str(error).splitlines()[0]) from error
+    except Exception as error:  # a file that is cut short raises others than OSError
+        raise _no_tokenizer(settings, first_line(error)) from error
     found = [tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"] for text in texts]
     if not any(found):  # some are made of nothing, and know no token
         raise _no_tokenizer(settings, f"{type(tokenizer).__name__} finds no token in the text")
-    return [np.array(tokens, dtype=np.int32) for tokens in found if tokens], len(tokenizer), tokenizer
+    kinds = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may leave some out
+    return [np.array(tokens, dtype=np.int32) for tokens in found if tokens], kinds, tokenizer
 
 
 def _no_tokenizer(settings: Settings, why: str) -> RecipeError:

@@ -27,7 +27,7 @@ from recipes.training.loop import train_steps
 from recipes.training.picture import draw_curve
 from recipes.training.ranks import Ranks, load_alike, sum_over_groups
 from recipes.training.record import Run, make_folder, writing
-from recipes.training.settings import Launch, Output, RecipeError, Saving
+from recipes.training.settings import Launch, Output, RecipeError, Saving, first_line
 from recipes.training.styles import attention_kernel
 from recipes.training.trainer import Trainer
 from wallfacer_dt import shard_sequence
@@ -99,12 +99,11 @@ def _load(settings: Settings, documents: PackedDocuments, ranks: Ranks) -> tuple
         return model, (_architecture(model),)  # processors may draw otherwise in the last digit
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"--model: {settings.model} has no model that loads: {str(error).splitlines()[0]}") from error
-    if documents.largest >= model.config.vocab_size:
-        raise RecipeError(
-            f"--tokenizer: the text has token {documents.largest}, the model a vocabulary of {model.config.vocab_size}"
-        )
+    except Exception as error:  # a file that is cut short, or weights of other sizes, raise others than OSError
+        raise RecipeError(f"--model: {settings.model} has no model that loads: {first_line(error)}") from error
+    largest, vocabulary = documents.largest, model.config.get_text_config().vocab_size
+    if largest >= vocabulary:
+        raise RecipeError(f"--tokenizer: the text has token {largest}, the model a vocabulary of {vocabulary}")
     _check_model(model, settings, ranks, documents.sizes)
     return model, (_architecture(model), _weights(model))
 
@@ -115,7 +114,7 @@ def _check_model(model: PreTrainedModel, settings: Settings, ranks: Ranks, sizes
 
     On a mesh attention is told where documents begin; elsewhere models have to see it of positions, and many do not.
     """
-    kind, half, vocabulary = type(model).__name__, 4, model.config.vocab_size
+    kind, half, vocabulary = type(model).__name__, 4, model.config.get_text_config().vocab_size
     last = max(half, min(settings.sequence, max(sizes)))
     if any(map(largest_matters, model.modules())):
         last = half  # RoPE that depends on the largest position has them all, and would remember this one
