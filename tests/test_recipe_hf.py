@@ -242,16 +242,6 @@ def test_a_model_that_is_damaged_ends_in_a_line(
     assert "Traceback" not in said
 
 
-def test_a_tokenizer_that_is_cut_short_ends_in_a_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: Path
-) -> None:
-    cut(words / "tokenizer.json")
-    assert recipe_here([*SMALL, "--tokenizer", str(words), "--out", str(tmp_path)], "finetune_hf") == 2
-    said = capfd.readouterr().err
-    assert f"finetune_hf: --tokenizer: {words} has no tokenizer that loads: " in said
-    assert "Traceback" not in said
-
-
 def test_a_model_of_pictures_too_has_the_vocabulary_of_its_text(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], words: Path
 ) -> None:
