@@ -100,7 +100,7 @@ def packed(draw: st.DrawFn, size: int) -> Packed:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", few([1, 2, 3, 4, 6, 8], {1, 2, 3, 4, 8}))
-@examples(25)
+@examples(25, today=15)
 @given(data=st.data())
 def test_equals_one_process(threads: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(packed(size))

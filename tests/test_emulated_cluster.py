@@ -312,8 +312,11 @@ def test_what_was_chosen_is_judged() -> None:
     assert regret(same, PROFILED) == 0
 
 
-def test_the_record_is_the_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_drawn", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_the_record_is_the_pages(is_drawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the repository makes it again, but for the line that says when."""
+    if not is_drawn:
+        monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     for suffix in (".md", ".jsonl.gz"):
         shutil.copy(PAGE.with_suffix(suffix), tmp_path)
     status, output = invoke("--report-only", tmp_path=tmp_path)

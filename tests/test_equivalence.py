@@ -45,7 +45,7 @@ def assert_close(got: AttentionResult, case: Case, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("size", few(range(1, 9), {1, 2, 3, 4, 6, 8}))
-@examples(80, today=50)
+@examples(80, today=35)
 @given(data=st.data())
 def test_float64_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(cases(range(size, size + 1)))
@@ -53,7 +53,7 @@ def test_float64_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataOb
 
 
 @pytest.mark.parametrize("size", few(range(1, 9), {1, 2, 4, 5, 6, 8}))
-@examples(60, today=40)
+@examples(60, today=28)
 @given(data=st.data())
 def test_any_case_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(any_case(size))
@@ -61,7 +61,7 @@ def test_any_case_is_exact_to_rounding(threads: Ranks, size: int, data: st.DataO
 
 
 @pytest.mark.parametrize("size", few([4, 6, 8], {4, 8}))
-@examples(40, today=25)
+@examples(40, today=18)
 @given(data=st.data())
 def test_groups_of_heads_that_take_turns_are_exact_to_rounding(threads: Ranks, size: int, data: st.DataObject) -> None:
     case = data.draw(any_case(size, in_turn=True))
@@ -83,7 +83,7 @@ def run_with_standins(case: Case) -> Any:
 
 
 @pytest.mark.parametrize("kernel", flash_standins.KERNELS)
-@examples(40, today=25)
+@examples(40, today=18)
 @given(data=st.data())
 def test_any_case_through_the_adapters_of_kernels_on_cuda(threads: Ranks, kernel: str, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]))

@@ -47,10 +47,10 @@ SAID = [
     ("other options", r"--lr is 0.01 on rank 2, 0.004 on rank 0: start all alike"),
     ("NaN in gradients", r"step 5: .*the gradients of rank 0, 1, 2, 3 were not, back from layers\.1\."),
 ]
-# Where a rank is killed as in the backward; and what a rank has from the start, as another version.
+# Where a rank is killed as in the backward, or leaves; and what a rank has from the start, as another version.
 LIKE_OTHERS = (
-    "killed in the forward", "killed in the optimizer", "killed in a save", "rank 0 is killed in the backward",
-    "other options",
+    "killed in the forward", "killed in the optimizer", "killed in a save", "leaves the loop",
+    "rank 0 is killed in the backward", "other options",
 )  # fmt: skip
 
 

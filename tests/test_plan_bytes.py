@@ -88,7 +88,7 @@ def planned(draw: st.DrawFn, largest: int) -> tuple[Candidate, ModelShape, Seque
     return draw(st.sampled_from(candidates)), model, sequence, per_node
 
 
-@examples(60)
+@examples(60, today=35)
 @given(planned(32), st.data())
 def test_predicted_is_counted_on_fake_ranks(
     drawn: tuple[Candidate, ModelShape, SequenceShape, int], data: st.DataObject

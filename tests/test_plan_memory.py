@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.gpu.stack import STACKS
-from tests.pairwise import tiers
+from tests.pairwise import few, tiers
 from tests.plan_cases import Followed, Tracked, kernels_without_workspace, rows_of, stack_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, TokenOrder, context_mesh, context_parallel_attention
@@ -253,6 +253,9 @@ SMALL = (
 )
 
 
+WITHOUT_METP = [one for one in with_layers(*SMALL[1][:2]) if (one.feed_forward, one.projections) == ("plain", "plain")]
+
+
 EXPERTS = (
     (
         Candidate(2),
@@ -323,7 +326,8 @@ def check_stack(stack: nn.Module, tokens: Tensor, targets: Tensor, said: StackMe
 @pytest.mark.parametrize(
     ("layers", "case"),
     [
-        *tiers(product(with_layers(*SMALL[0][:2]), SMALL), strength=1),
+        *product(with_layers(*SMALL[0][:2]), SMALL[:1]),
+        *few(product(with_layers(*SMALL[1][:2]), SMALL[1:]), [(one, SMALL[1]) for one in WITHOUT_METP]),
         *tiers(product(with_layers(*EXPERTS[0][:2]), EXPERTS), strength=1),
         *tiers(product(with_layers(*DENSE[0][:2]), DENSE), strength=1),
         *product(with_layers(*LATENTS[0][:2]), LATENTS[:1]),

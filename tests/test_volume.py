@@ -90,7 +90,7 @@ def test_counted_on_threads(threads: Callable[[int], RankPool], size: int, data:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", few(range(2, 9), {2, 3, 4, 6, 8}))
-@examples(20)
+@examples(20, today=12)
 @given(data=st.data())
 def test_any_case_counted_on_threads(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
     """With Ulysses, heads and lengths that do not divide, other head dims, cross attention, windows, documents."""
@@ -175,7 +175,7 @@ def many_ranks(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@examples(12)
+@examples(12, today=8)
 @given(data=st.data())
 def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
     dtype = data.draw(ANY)
@@ -184,7 +184,7 @@ def test_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@examples(12)
+@examples(12, today=8)
 @given(data=st.data())
 def test_any_case_counted_on_up_to_64_fake_ranks(data: st.DataObject) -> None:
     case = data.draw(many_ranks())
