@@ -276,6 +276,7 @@ def test_through_a_style(ranks: Callable[[int], RankPool], layout: Layout) -> No
         (Layout((2, 2, 2), "dRT", "BLL", "-LL"), "BLL", 0),
         (Layout((2, 2, 2), "RTt", "LLL"), "LLN", 3),  # sequence parallel over a third axis
         (Layout((2, 2, 2), "RTt", "LLL", heads=(3, 1)), "LL-", 3),
+        (Layout((2, 2, 2), "RTt", "LLL", options={"is_causal": False, "mask": "per_head"}, heads=(3, 1)), "LL-", 3),
         (Layout((2, 2, 2), "Rtu", "LNL", heads=(2, 2)), "LN-", 3),  # heads are divided by another axis
         (Layout((2, 4), "Ut", "LL", heads=(4, 4)), "L-", 3),  # or are for Ulysses
     ],
@@ -285,6 +286,7 @@ def test_through_a_style(ranks: Callable[[int], RankPool], layout: Layout) -> No
         "batch taken",
         "heads for sequence",
         "sequence gathered",
+        "by head",
         "divided",
         "ulysses",
     ],

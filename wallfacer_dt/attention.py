@@ -235,7 +235,7 @@ class ContextAttention(Setting):
             mask_key=self.mask_key if torch.compiler.is_compiling() else 0,  # eager code has just asked
             mesh=lasting(self.mesh) if exporting else self.mesh,
         )
-        mask, captured = self._mask(q, k)
+        mask, captured = self._mask(inputs)
         return Options(
             1 / math.sqrt(head_dim) if scale is None else float(scale),
             float(options.softcap or 0.0),
@@ -265,11 +265,11 @@ class ContextAttention(Setting):
             return 1, 1
         return self.whole(q.shape, k.shape, shards=not isinstance(q, DTensor))
 
-    def _mask(self, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
+    def _mask(self, inputs: AttentionInputs) -> tuple[str, tuple[Tensor, ...]]:
         """The name of the mask, and what it captures."""
         if self.options.mask_mod is None:
             return "", ()
-        divided = sharding.divided(q, self.groups)
+        q, k, divided = inputs.q, inputs.k, sharding.divided(inputs, self.groups)
         if isinstance(self.options.mask_mod, BlockMask):
             _check_table(self.options.mask_mod, q)
         may = {"by_row": sharding.BATCH not in divided, "by_head": sharding.HEADS not in divided}

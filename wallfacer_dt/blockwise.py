@@ -25,8 +25,8 @@ class BlockwiseFeedForward(ParallelStyle):
 
     Keyword Args:
         chunk: tokens of a sequence that are computed at a time; the batch is not split.
-        check: try first, on four tokens in evaluation mode with weights that are drawn, whether the module maps every
-            token by itself. On the meta device it cannot be tried, which is warned of.
+        check: try first, on four tokens in evaluation mode, with 1 for parameters that are 0 throughout, whether the
+            module maps every token by itself. On the meta device it cannot be tried, which is warned of.
 
     The module is called with x (..., tokens, D) alone, a plain tensor. Dropout differs from what it would be on all
     tokens at once. The mesh is not used.
@@ -56,11 +56,6 @@ class BlockwiseFeedForward(ParallelStyle):
         return torch.cat(parts, -2)
 
 
-def _drawn(weight: Tensor) -> Tensor:
-    # By the CPU's generator, which is put back.
-    return torch.randn(weight.shape, device="cpu").to(weight) / max(1, *weight.shape[-1:]) ** 0.5
-
-
 def _check_by_token(module: nn.Module) -> None:
     """Refuse (EquivalenceError) a module that mixes tokens, or cannot be tried."""
     name = type(module).__name__
@@ -72,9 +67,9 @@ def _check_by_token(module: nn.Module) -> None:
         assert first is not None, "it has no nn.Linear whose in_features say what D is"
         with in_mode(module, training=False), torch.no_grad(), torch.random.fork_rng([]):
             x = torch.randn(1, 4, first.in_features, device="cpu").to(first.weight)  # whose generator is put back
-            # Not with its own, of which the last may be 0 as yet, and hide what others do.
-            drawn = {name: _drawn(p) for name, p in module.named_parameters() if p.is_floating_point()}
-            whole, *each = (functional_call(module, drawn, (part,)) for part in (x, *x.split(1, -2)))
+            # Weights that are 0 as yet, as the last may be, would hide what others do.
+            ones = {name: torch.ones_like(p) for name, p in module.named_parameters() if not p.any()}
+            whole, *each = (functional_call(module, ones, (part,)) for part in (x, *x.split(1, -2)))
             parts = torch.cat(each, -2)
     except Exception as error:  # whatever a module may raise
         raise EquivalenceError(f"{name} could not be tried on four tokens: {error}; or give check=False") from error

@@ -80,14 +80,20 @@ def placements_for(inputs: Mapping[str, DTensorSpec], groups: ContextGroups) -> 
     return tuple(wanted)
 
 
-def divided(q: Tensor, groups: ContextGroups) -> list[int]:
-    """The dims of q of which attention may be given a part; heads, too, where an axis beside the context mesh's shards
-    the sequence, of which a compiler cannot ask :func:`placements_for` what becomes. Of a plain tensor none.
+def divided(inputs: AttentionInputs, groups: ContextGroups) -> list[int]:
+    """The dims of q of which attention is given a part; of a plain tensor none.
+
+    A compiler cannot ask :func:`placements_for`: there heads are among them where an axis beside the context mesh's
+    shards the sequence, whatever becomes of it.
     """
+    q = inputs.q
     if not isinstance(q, DTensor):
         return []
-    mesh = q.device_mesh
-    dims = [p.dim for axis, p in enumerate(q.placements) if isinstance(p, Shard) and mesh.size(axis) > 1]
+    mesh, placements = q.device_mesh, q.placements
+    if not torch.compiler.is_compiling():
+        known = {name: x._spec for name, x in zip(INPUTS, inputs, strict=True) if isinstance(x, DTensor)}
+        placements = placements_for(known, groups)
+    dims = [p.dim for axis, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(axis) > 1]
     return dims + [HEADS] * (dims.count(SEQUENCE) > sum(n > 1 for n in groups.coordinate.axes))
 
 

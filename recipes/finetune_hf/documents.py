@@ -72,7 +72,7 @@ def _tokenized(texts: list[bytes], settings: Settings) -> tuple[list[np.ndarray]
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a vocabulary that is cut short raises others than OSError
         raise _no_tokenizer(settings, first_line(error)) from error
     found = [tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"] for text in texts]
     if not any(found):  # some are made of nothing, and know no token

@@ -91,7 +91,8 @@ class TextLoader(ParallelAwareDataloader):
         self._made_of = {
             "dataset_path": f"{len(tokens_T)} tokens with CRC-32 {zlib.crc32(tokens_T.numpy().data):08x}",
             "seq_len": seq_len,
-            "documents": config.documents,
+            # With where they begin: earlier versions cut them otherwise.
+            "documents": config.documents and f"True, {zlib.crc32(starts_T.numpy().data):08x}",
         }
         self._sequences = _Sequences(tokens_T, starts_T, seq_len, dp_rank, dp_world_size)
         self._source = source

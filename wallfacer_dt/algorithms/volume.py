@@ -104,13 +104,17 @@ def attention_volume(
         ValueError: sizes that are none, or that attention refuses; an unknown order, schedule or rotation, or they do
             not fit the mesh or each other; no such distances or rank.
     """
-    sizes = {"ring": ring, "team": team, "batch": batch, "length": length, "head_dim": head_dim}
-    for name, size in sizes.items():
-        check_length(size, name)
-    check_heads(heads, kv_heads, ulysses)
-    check_order(order)
     value_dim = head_dim if value_dim is None else value_dim
     kv_length = length if kv_length is None else kv_length
+    sizes = {"ring": ring, "team": team, "batch": batch, "length": length, "kv_length": kv_length}
+    for name, size in (sizes | {"head_dim": head_dim, "value_dim": value_dim}).items():
+        check_length(size, name)
+    for name, size in (("shared_dim", shared_dim), ("replicated", replicated)):
+        check_length(size, name, least=0)
+    if shared_dim > head_dim:
+        raise ValueError(f"shared_dim must be a part of head_dim, got {shared_dim} and {head_dim}")
+    check_heads(heads, kv_heads, ulysses)
+    check_order(order)
     rotations = resolve_rotations(
         rotate, rotate_forward, schedule, ring, team, ulysses=ulysses, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, value_dim=value_dim, shared_dim=shared_dim, lengths=(length, kv_length), dtype=dtype,

@@ -226,12 +226,12 @@ class METPAttentionParallel(AttentionStyle):
                     if angle is not None and angle.device != inside.device:
                         raise ValueError(f"cos and sin must be on x's device {inside.device}, got {angle.device}")
                 check_call(shaped(as_computed(inside)[0], block)._replace(**documents), attention)
+                if not torch.compiler.is_compiling():
+                    attention.warn_undealt(x)
 
             refusal = boundary.refusal(x, out_dim, check)
             if refusal is not None:
                 return returned.like(refusal)
-            if not torch.compiler.is_compiling():
-                attention.warn_undealt(x)
             parts = parts_of(module, names)
             inside, leave = boundary.enter(x)
             tensors = as_computed(inside, *self._shards(module))

@@ -301,7 +301,8 @@ def profile(
         if path is not None:
             to_come = tuple(Measured(model, sequence, one.candidate, one.seconds) for one in chosen)
             try:
-                _with_earlier(Profile(every.cluster, to_come), path).as_text(path)
+                with warnings.catch_warnings(action="ignore"):  # nothing is replaced yet
+                    _with_earlier(Profile(every.cluster, to_come), path).as_text(path)
             except FileError as error:
                 raise PlanningError(str(error), about="out") from error
         return every, chosen

@@ -381,7 +381,7 @@ def _checked_count(given: Any, counted: int) -> float:
     count = float(given)
     # Trainer has it in float32, which rounds it above 2**24.
     is_rounded = isinstance(given, Tensor) and given.is_floating_point()
-    least = float(torch.tensor(counted, dtype=torch.float32)) if is_rounded else counted
+    least = float(torch.tensor(counted, dtype=given.dtype, device="cpu")) if is_rounded else counted
     if not count >= least:
         raise ValueError(
             f"num_items_in_batch must be that of the whole batch, of which {counted} labels count, got {count:.12g}: "

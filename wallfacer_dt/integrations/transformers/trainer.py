@@ -34,7 +34,6 @@ from wallfacer_dt.mesh import mesh_ranks
 
 # What a batch may bring, as `shard_inputs` calls it.
 _TAKEN = {"input_ids", "labels", "attention_mask", "document_ids", "cu_seqlens"}
-_LABELS = {"labels", "shift_labels"}  # of a rank's part of it
 # What collators tell kernels of the documents that position_ids show.
 _FOR_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
@@ -191,7 +190,8 @@ class ContextParallelTrainer(Trainer):
                     )
         self.gather_function = self._by_row
         output = super().evaluation_loop(dataloader, *args, **kwargs)
-        steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self._groups))
+        parts = 1 if self.accelerator.split_batches else self._groups  # of a batch, which is all meshes' or one's
+        steps = math.ceil(output.num_samples / (self.args.eval_batch_size * parts))
         self._evaluated = kwargs.get("metric_key_prefix", "eval"), steps
         return output
 
@@ -366,7 +366,7 @@ class ContextParallelTrainer(Trainer):
                 "inputs" in args.include_for_metrics
             ),
             "label_names of others than labels (a rank's part of a batch has none)": (
-                not _LABELS.issuperset(self.label_names)
+                not {"labels", *["shift_labels"] * self.context.shifts_labels}.issuperset(self.label_names)
             ),
             "label_smoothing_factor (it takes the mean over this rank's tokens)": self.label_smoother is not None,
             "neftune_noise_alpha (its noise is scaled by the tokens of a shard)": self.neftune_noise_alpha is not None,
