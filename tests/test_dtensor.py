@@ -387,6 +387,20 @@ def with_extras(what: str) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_refuses_a_mask_by_head_of_heads_for_a_sequence() -> None:
+    """It does not ask what becomes of the axis."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_ring", "t"))
+        order = TokenOrder("contiguous", mesh["cp_ring"])
+        style = WallFacerParallel(layout="BNLH", check=False, mask_mod=per_head, order=order)
+        inner = parallelize_module(Inner(), mesh["cp_ring"], style)
+        x = DTensor.from_local(torch.zeros(1, 4, 2, 8), mesh, [Shard(2), Shard(2)])
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="mask_mod depends on the head, which DTensors shard"):
+            torch.compile(inner, backend="aot_eager", fullgraph=True)(x, x, x)
+
+
 EXTRAS = {
     "a plain v": ("TypeError", "all be DTensors or all plain tensors, but q and v differ"),
     "plain sinks": ("TypeError", "sinks must be a DTensor where q is"),

@@ -100,6 +100,19 @@ def words(tmp_path: Path) -> Path:
     return tmp_path / "words"
 
 
+def test_a_vocabulary_that_is_cut_short_ends_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Which transformers raises a bare Exception of."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (folder / "vocab.json").write_text('{"one": 0, "tw')
+    (folder / "merges.txt").write_text("")
+    assert recipe_here([*SMALL, "--tokenizer", str(folder), "--out", str(tmp_path)], "finetune_hf") == 2
+    said = capfd.readouterr().err
+    assert f"finetune_hf: --tokenizer: {folder} has no tokenizer that loads: " in said
+    assert "Traceback" not in said
+
+
 def test_training_goes_on_from_what_was_saved(tmp_path: Path, words: Path) -> None:
     """With the tokenizer that a model was trained on."""
     text, (first, then) = tmp_path / "text", (tmp_path / name for name in ("first", "then"))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, or_masks
 
@@ -31,6 +32,21 @@ class Settings:
 
 settings = ModuleType("settings")
 settings.reach, settings.losses = 3, 0
+
+
+def written_by_collectives() -> list[int]:
+    x = torch.zeros(2)
+    versions = [x._version]
+    dist.broadcast(x, 0)
+    dist.all_reduce(x)
+    versions.append(x._version)
+    torch.autograd.graph.increment_version(x)
+    return [*versions, x._version]
+
+
+def test_torch_counts_no_writing_by_collectives(ranks: Ranks) -> None:
+    """What the page says to do of captured tensors on a device, by which it is known whether they were written into."""
+    assert ranks(2).run(written_by_collectives) == [[0, 0, 1]] * 2
 
 
 def reach_of(n: int) -> Callable[..., Tensor]:

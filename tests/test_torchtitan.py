@@ -601,6 +601,12 @@ def test_a_loader_of_other_sequences_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--dataloader\.dataset_path of None"):
         made().load_state_dict({"sequences": 4})  # of a version before
     made().load_state_dict(saved)
+    packed = made(documents=True)
+    packed.load_state_dict(packed.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.torchtitan.text._PARAGRAPH", re.compile(r".+?(?:\n|\Z)", re.DOTALL))
+        with pytest.raises(ValueError, match=r"the checkpoint was made with --dataloader\.documents of True, "):
+            made(documents=True).load_state_dict(packed.state_dict())
 
 
 @pytest.mark.parametrize(

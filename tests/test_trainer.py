@@ -149,7 +149,11 @@ def trained(name: str, groups: int, order: str, evaluates_first: bool) -> tuple[
         logged += [trainer.evaluate(Subset(held_out, range(many)))["eval_loss"] for many in sizes]
         divided = arguments(accelerator_config={"split_batches": True}, per_device_eval_batch_size=4)
         trainer = ContextParallelTrainer(model, divided)
-        logged.append(trainer.evaluate(Subset(held_out, range(13)))["eval_loss"])
+        last = trainer.evaluate(Subset(held_out, range(13)))
+        logged.append(last["eval_loss"])
+        assert (
+            round(last["eval_runtime"] * last["eval_steps_per_second"]) == 4
+        )  # of 4 rows, whatever they are split into
     by_group = asked[:: world // groups]
     steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
     expected, losses = one_process(name, rows, steps)

@@ -247,7 +247,10 @@ def refused_calls() -> dict[str, str]:
         "inputs_embeds": torch.zeros(2, 16, 32, dtype=torch.float64)
     }
     own = {**bare, "labels": batch["labels"], "shift_labels": batch["labels"]}
-    many = {**batch, SEQUENCE: type(batch[SEQUENCE])(**vars(batch[SEQUENCE]) | {"counted": 2**24 + 1})}
+    many, some = (
+        {**batch, SEQUENCE: type(batch[SEQUENCE])(**vars(batch[SEQUENCE]) | {"counted": counted})}
+        for counted in (2**24 + 1, 2049)
+    )
     calls = {
         "no positions": {"input_ids": batch["input_ids"]},
         "positions that count from 0": {**batch, "position_ids": torch.arange(16)[None]},
@@ -285,6 +288,7 @@ def refused_calls() -> dict[str, str]:
         "its labels on a rank": {**(own if rank == 1 else batch), "num_items_in_batch": 97},
         "labels put into a batch": {**shard_inputs(mesh, tokens, order=order), **own, "num_items_in_batch": 96},
         "a count that float32 rounds": {**many, "num_items_in_batch": torch.tensor(2.0**24)},
+        "a count that float16 rounds": {**some, "num_items_in_batch": torch.tensor(2048.0, dtype=torch.float16)},
         "a count that it need not round": {**many, "num_items_in_batch": 2**24},
     }
     said = {name: refusal(lambda call=call: model(**call)) for name, call in calls.items()}
@@ -370,6 +374,7 @@ SAYS = {
     "its labels on a rank": "how many labels of the whole batch are known to count must be the same on every rank",
     "labels put into a batch": "of which 97 labels count, got 96",
     "a count that float32 rounds": "went through",
+    "a count that float16 rounds": "went through",
     "a count that it need not round": "of which 16777217 labels count, got 16777216",
     "all-ones mask": "went through",
     "without what shard_inputs says": "went through",
