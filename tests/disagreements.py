@@ -21,7 +21,7 @@ import wallfacer_dt as w
 from tests.cases import Inner, mesh_of, told
 from tests.metp_refusals import Attention as Projections
 from tests.metp_refusals import D, FeedForward, H, WithOptions, attention, metp, with_tp
-from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
+from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together, settle
 from wallfacer_dt.agreement.meeting import Meeting
 from wallfacer_dt.agreement.progress import Within
 from wallfacer_dt.calls import Call
@@ -29,6 +29,7 @@ from wallfacer_dt.checkpoint import save_attention
 from wallfacer_dt.kernels.block import Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.mesh import name_of
+from wallfacer_dt.metp.boundary import _compare_along_tp
 
 ODD = 2  # the rank that differs
 
@@ -343,6 +344,29 @@ def in_half_on_one_rank() -> None:
     module(x(1, 2 + dist.get_rank() % 2, D))
 
 
+def another_along_tp_on_a_device(*seen: int) -> None:
+    """Before x is gathered along tp, by which one pair of ranks differs; the other pair waits for it on the mesh."""
+    on = with_tp()
+    name, tp_name = name_of(on), name_of(on["tp"])
+
+    def enter(length: int) -> None:
+        _compare_along_tp(x(1, length, D), (1, length, D), "a kind", name, tp_name)
+        agree("METP", (), name, x=x())
+        settle()
+
+    with as_on_a_device():
+        for length in seen:
+            enter(length)
+        enter(3 if dist.get_rank() == 1 else 2)
+
+
+def metp_on_one_rank() -> None:
+    """Where METP would make a process group, which all make together."""
+    on = w.context_mesh("cpu", 2, 2, placement="ring_in_node")
+    module, style = (FeedForward(), metp(check=False)) if is_odd() else (Inner(), w.WallFacerParallel(check=False))
+    parallelize_module(module, on, style, src_data_rank=None)
+
+
 def attribute_changed(module: nn.Module, style: ParallelStyle, name: str, value: Any) -> None:
     applied = parallelize_module(module, mesh(), style, src_data_rank=None)
     applied(x(1, 2, D))
@@ -436,6 +460,9 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "METP's projections": projections_swapped,
     "METP's x along tp, one rank in eager code": eager_on_one_rank,
     "METP's x along tp, one rank in half precision": in_half_on_one_rank,
+    "METP's x along tp, on a device": partial(another_along_tp_on_a_device, 2),
+    "METP's x along tp, on a device, each seen before": partial(another_along_tp_on_a_device, 2, 3),
+    "METP on one rank": metp_on_one_rank,
     "a factor that METP does not see": lambda: attribute_changed(WithOptions(), metp(check=False), "factor", 0.5),
     "dropout that comes later": lambda: attribute_changed(with_dropout(), metp(check=False), "drop.p", 0.5),
     "a code of attention that changes": lambda: attribute_changed(

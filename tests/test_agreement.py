@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ from tests.disagreements import (
     some_know_their_layer,
 )
 from wallfacer_dt import context_mesh
+from wallfacer_dt.agreement import worlds
 from wallfacer_dt.agreement.agree import _naming_call, agree, hear_all
 from wallfacer_dt.agreement.meeting import Meeting, Pending, kept
 from wallfacer_dt.agreement.whereabouts import Whereabouts
+from wallfacer_dt.agreement.worlds import this_world
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
 
@@ -64,6 +67,9 @@ MESSAGES = {
     "METP's projections": f"its projections {SAME}('up', 'gate', 'down'), rank 1",
     "METP's x along tp, one rank in eager code": "the shape of x must be the same on every rank",
     "METP's x along tp, one rank in half precision": "the shape of x must be the same on every rank",
+    "METP's x along tp, on a device": "the shape of x must be the same on every rank",
+    "METP's x along tp, on a device, each seen before": "the shape of x must be the same on every rank",
+    "METP on one rank": f"it {SAME}WallFacerParallel applied, rank 1: WallFacerParallel applied, rank 2: METP, ",
     "a factor that METP does not see": "factor was 1.0 when METPParallel was applied, and now the module has f",
     "dropout that comes later": "drop.p was 0.0 when METPParallel was applied, and now the module has p=0.5",
     "a code of attention that changes": "hidden was '' when METPAttentionParallel was applied, and now the module ",
@@ -185,6 +191,21 @@ def test_a_process_forked_from_a_rank_is_refused(own_ranks: RankPool) -> None:
     """It would wait for ever, on its parent's connections."""
     for said in own_ranks.run(in_a_forked_process):
         assert "ranks cannot meet in a process forked from theirs" in said
+
+
+def forked_twice() -> bool:
+    """Whether the parents' connections are kept where a process is forked from one that is itself."""
+    on = context_mesh("cpu", dist.get_world_size())
+    agree("before", (), name_of(on))
+    world = this_world()
+    with mock.patch.multiple(world, parents=None, meetings=world.meetings):
+        worlds._forked()
+        worlds._forked()
+        return bool(world.parents) and not world.meetings
+
+
+def test_a_fork_of_a_fork_leaves_the_connections_too(ranks: Ranks) -> None:
+    assert all(ranks(2).run(forked_twice))
 
 
 IMPORTED_IN_A_MODE = """

@@ -29,7 +29,7 @@ from wallfacer_dt import (
 )
 from wallfacer_dt.attention import AttentionOptions
 from wallfacer_dt.equivalence.cause import Row, _hint
-from wallfacer_dt.equivalence.inputs import Sizes, draw, heads_to_try, shortened
+from wallfacer_dt.equivalence.inputs import Sizes, _spread, draw, heads_to_try, shortened
 from wallfacer_dt.layout import BY_DOCUMENT
 from wallfacer_dt.testing import RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -869,3 +869,29 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], kind: type[Excepti
         given = {"module": Causal(), "style": RingParallel(), "mesh": context_mesh("cpu", 2)} | options
         with pytest.raises(kind, match=text):
             check_equivalence(**given)
+
+
+def with_another_mask() -> str:
+    """What is said of a module that is like one that has passed, of a style that has become another since."""
+    mesh = context_mesh("cpu", ring=2)
+    style = RingParallel(is_causal=True, order=TokenOrder("contiguous", mesh))
+    parallelize_module(Causal(), mesh, style)
+    style.options = AttentionOptions(is_causal=False)
+    try:
+        parallelize_module(Causal(), mesh, style)
+    except EquivalenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_module_is_tried_anew_with_a_style_that_has_become_another(ranks: Ranks) -> None:
+    assert all("query" in said for said in ranks(2).run(with_another_mask))
+
+
+def test_queries_of_the_probe_are_distinct() -> None:
+    assert all(len(set(_spread(1152, count))) == count for count in range(1, 260))
+
+
+def test_a_head_dim_of_1_is_refused() -> None:
+    with fake_world(1), pytest.raises(ValueError, match="head_dim must be at least 2, got 1"):
+        check_equivalence(Causal(), RingParallel(is_causal=True), context_mesh("cpu"), head_dim=1)

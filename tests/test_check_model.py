@@ -19,6 +19,7 @@ from wallfacer_dt import (
 )
 from wallfacer_dt.sequence import local_shard
 from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 N, V, D, HEADS = 32, 11, 16, 2
@@ -207,3 +208,56 @@ def in_half_precision(tolerance: float | None) -> str:
 def test_the_tolerance_is_of_what_is_computed_in(ranks: Ranks) -> None:
     assert ranks(2).run(in_half_precision, None) == ["equal"] * 2
     assert all("gradients" in said for said in ranks(2).run(in_half_precision, 1e-3))
+
+
+class Biased(nn.Module):
+    """Attention whose keys have a bias, of which the gradient is 0 but for rounding."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(D, D) for _ in range(3))
+        self.to(dtype)
+
+    def forward(self, x: Tensor, inner: Callable[..., Tensor]) -> Tensor:
+        heads = (one(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        return x + inner(*heads).transpose(1, 2).flatten(2)
+
+
+def with_a_bias(dtype: torch.dtype, factor: float) -> str:
+    """What is said of it, where on the mesh the gradient of the keys, or of the values' bias, is another."""
+    mesh = context_mesh("cpu", ring=2)
+    order = TokenOrder("contiguous", mesh)
+    x = torch.randn(2, N, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mine = shard_sequence(x, order, dim=1)
+    model = Biased(dtype)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attention(q, k, v, mesh, order=order)
+
+    def sharded(model: nn.Module) -> Tensor:
+        bias = model.value.bias
+        changed = (factor - 1) * (bias - bias.detach()).sum()  # 0, but for its gradient
+        return model(mine, attention).float().square().sum() / x.numel() + changed / 2
+
+    def whole(model: nn.Module) -> Tensor:
+        return model(x, F.scaled_dot_product_attention).float().square().sum() / x.numel()
+
+    try:
+        check_model(model, mesh, whole=whole, sharded=sharded, order=order)
+    except EquivalenceError as error:
+        return str(error)
+    return "equal"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_rounding_alone_is_none(ranks: Ranks, dtype: torch.dtype) -> None:
+    assert ranks(2).run(with_a_bias, dtype, 1.0) == ["equal"] * 2
+    for said in ranks(2).run(with_a_bias, dtype, 1.5):
+        assert said.startswith("the gradients of 1 of 6 parameters differ, of value.bias by ")
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1e-3, float("nan"), float("inf"), "1e-3"])
+def test_a_tolerance_that_is_none_is_refused(tolerance: Any) -> None:
+    with fake_world(1), pytest.raises(ValueError, match="tolerance must be a finite number above 0, got"):
+        check_model(nn.Linear(1, 1), context_mesh("cpu"), whole=F.relu, sharded=F.relu, tolerance=tolerance)

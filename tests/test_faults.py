@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.train_bytes.settings import Settings
 from recipes.training.finite import blame, first_not_finite, last_not_finite
@@ -21,7 +22,10 @@ from tests.faults.__main__ import FAULTS_BY_NAME, PAGE, judged
 from tests.faults.faulty import FROM_THE_START
 from tests.faults.run import PATIENCE, RECIPES, STEPS, Outcome, provoke
 from tests.machines import needs_network
+from tests.metp_refusals import FeedForward, metp
+from wallfacer_dt import context_mesh
 from wallfacer_dt.testing import RankPool
+from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
 LAUNCH = Launch(rank=0, world=1, local_rank=0, local_world=1)
@@ -209,6 +213,18 @@ def test_what_is_not_finite_is_found(forward: float, backward: float, again: flo
     finite = bool(loss.isfinite())
     found = blame(first, finite, all(bool(g.isfinite().all()) for g in grads), last_not_finite(model), LAUNCH)
     assert found.startswith(said)
+
+
+def test_what_is_not_finite_is_found_round_modules_that_are_not_called() -> None:
+    """As those in a module under METP, which refuses their hooks."""
+    with fake_world(1):
+        model = nn.Sequential(nn.Linear(6, 6), FeedForward())
+        parallelize_module(model, context_mesh("cpu"), {"1": metp(check=False)}, src_data_rank=None)
+        x = torch.full((1, 2, 6), torch.inf)
+        assert first_not_finite(model, lambda: model(x).sum()) == (0, "0")
+        model[0] = nn.Identity()
+        assert first_not_finite(model, lambda: model(x).sum())[1] == "0"
+        assert first_not_finite(model[1], lambda: model[1](x).sum()) == (0, "the model")
 
 
 def carried() -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from tests.metp_refusals import Attention, attention, inner
-from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, context_mesh
+from wallfacer_dt import EquivalenceError, METPAttentionParallel, METPParallel, RingParallel, context_mesh
 from wallfacer_dt.metp.proof import compare
 from wallfacer_dt.testing import worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -731,3 +731,25 @@ def test_compiled_autograd_looks_into_no_hook() -> None:
             y.sum().backward()
     assert compiled
     assert not [file for file in compiled if "wallfacer_dt" in file]
+
+
+def test_a_module_is_tried_anew_with_a_style_that_has_become_another() -> None:
+    style, inner = metp(), attention()
+    with fake_world(1, 0):
+        applied(Counted(), style)
+        style.activation = "relu"
+        with pytest.raises(EquivalenceError, match="Counted is not what METPParallel computes: the output differs"):
+            applied(Counted(), style)
+        applied(Attention(), inner)
+        inner.attention = RingParallel(is_causal=True, window_size=(3, 0))
+        with pytest.raises(EquivalenceError, match="Attention is not what METPAttentionParallel computes"):
+            applied(Attention(), inner)
+
+
+def test_what_could_not_be_sent_may_be_tried_again() -> None:
+    module = FeedForward()
+    with fake_world(1, 0):
+        failing = mock.patch("wallfacer_dt.metp.holding.distribute_tensor", side_effect=RuntimeError("out of memory"))
+        with failing, pytest.raises(RuntimeError, match="out of memory"):
+            applied(module, metp())
+        applied(module, metp())

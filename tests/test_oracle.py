@@ -223,3 +223,11 @@ def test_dealing_out_by_hand() -> None:
     assert [held(i, 4, "head_tail", 16) for i in range(2)] == [[0, 1, 14, 15], [2, 3, 12, 13]]
     assert [held(i, 2, "head_tail", 5) for i in range(2)] == [[0, 1, 4], [2, 3]]
     assert [held(i, 4, "head_tail", 5) for i in range(4)] == [[0, 4], [1, 3], [2], []]
+
+
+def test_a_scale_of_0_is_one() -> None:
+    """Without sinks as with them, it weighs all keys alike."""
+    q, k, v = (torch.randn(1, 2, LENGTH, 4, dtype=torch.float64) for _ in range(3))
+    for options in ({}, {"window_size": (LENGTH, LENGTH)}):
+        out = attention_oracle(q, k, v, torch.zeros_like(q), scale=0.0, **options).out
+        assert worst_error([(out, v.mean(2, keepdim=True).expand_as(out))]) < 1e-12

@@ -123,6 +123,18 @@ def test_attention_takes_an_order_that_deals_to_its_ranks_in_turn(name: str) -> 
     assert f"order = TokenOrder('{name}', mesh)" in said[2]
 
 
+def test_attention_refuses_an_order_by_document_of_a_mesh_that_lies_otherwise() -> None:
+    """What is left of documents goes to ranks as they lie in the mesh, in whatever turn these are."""
+    with fake_world(4):
+        one, other = context_mesh("cpu", 4), context_mesh("cpu", 2, ulysses=2, placement="ulysses_in_node")
+        order, q, ends = TokenOrder("document_head_tail", one), torch.zeros(1, 4, 5, 8), torch.tensor([0, 10, 20])
+        options = {"is_causal": True, "order": order, "cu_seqlens": ends, "length": 20}
+        assert order.dealt == TokenOrder("document_head_tail", other).dealt
+        context_parallel_attention(q, q, q, one, **options)
+        with pytest.raises(ValueError, match=r"ranks 0, 1, 2, 3, to which .* left of .* is of ranks 0, 2, 1, 3; use one"):
+            context_parallel_attention(q, q, q, other, **options)
+
+
 class Windowed(Inner):
     """Attention of an encoder: each token sees its neighbours on both sides."""
 

@@ -23,6 +23,7 @@ from wallfacer_dt import (
 from wallfacer_dt.layout import deal
 from wallfacer_dt.mesh import whole_context_group
 from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing.fake import fake_world
 
 pytestmark = pytest.mark.ranks
 Ranks = Callable[[int], RankPool]
@@ -70,6 +71,15 @@ def test_round_trip(
 ) -> None:
     case = Case(*mesh, placement=placement, order=order)
     assert all(all(checks) for checks in threads(case.size).run(round_trip, case, shape, dim))
+
+
+def test_rows_of_documents_go_with_a_dim_of_the_batch() -> None:
+    with fake_world(2):
+        order = TokenOrder("document_head_tail", context_mesh("cpu", 2))
+        ids = torch.zeros(2, 20, dtype=torch.int64)
+        for call, rows in ((shard_sequence, 20), (unshard_sequence, 10)):
+            with pytest.raises(ValueError, match=r"document_ids \(B, N\) go with a tensor whose dim 0 is the batch"):
+                call(torch.zeros(rows, 2), order, dim=0, document_ids=ids)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 8])

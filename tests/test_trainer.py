@@ -338,6 +338,10 @@ def refused() -> dict[str, str]:
 
     with of_torchrun():
         said["label smoothing that a callback sets"] = smoothed_by_a_callback()
+        told = arguments(train_sampling_strategy="batch_rebalance")
+        said["rows by length"] = refusal(lambda: ContextParallelTrainer(model, told, train_dataset=Rows()))
+        with mock.patch.object(type(model), "is_distributed_loading_by_transformers", True):
+            said["a model of distributed_config"] = refusal(lambda: ContextParallelTrainer(model, arguments()))
         said["transformers' own Trainer"] = train(Trainer)
         said["transformers' own Trainer, without padding"] = train(Trainer, Whole())
         said["other rows on a rank"] = train(rows=Other())
@@ -417,6 +421,8 @@ REFUSED = {
     "a loss of TRL": "does not go with loss_type of TRL",
     "noise": "does not go with neftune_noise_alpha",
     "label smoothing": "does not go with label_smoothing_factor",
+    "rows by length": 'does not go with train_sampling_strategy="batch_rebalance"',
+    "a model of distributed_config": "does not go with distributed_config",
     "counted tokens: non_padding": 'does not go with include_num_input_tokens_seen="non_padding" (',
     **{f"counted tokens: {seen}": "went through" for seen in ("all", "no", True, False)},
     "accelerate's context parallelism": "cp_size=...) takes away: leave parallelism_config out, and train with Context",
@@ -599,6 +605,24 @@ class Unlabelled(Rows):
         return {name: x for name, x in super().__getitem__(index).items() if name != "labels" or index not in self.bare}
 
 
+class Broken(Rows):
+    """Of which one rank of a mesh cannot read any."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if dist.get_rank() == 1:
+            raise ValueError("by chance, no row")
+        return super().__getitem__(index)
+
+
+class Unsetting(TrainerCallback):
+    """Sets, on one rank of a mesh, what goes with shards as little as it does at construction."""
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        if dist.get_rank() == 1:
+            args.prediction_loss_only = False
+            self.trainer.label_smoother = LabelSmoother(0.1)
+
+
 def merged(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch of one row, of a document for each."""
     told = {name: torch.cat([row[name] for row in rows])[None] for name in ("input_ids", "labels")}
@@ -606,7 +630,7 @@ def merged(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def refused_on_two_meshes() -> dict[str, str]:
-    """What is said of evaluation in which it is not known which rows accelerate repeats."""
+    """What is said of evaluation in which it is not known which rows accelerate repeats, and of ranks that differ."""
     whole = init_device_mesh("cpu", (2, dist.get_world_size() // 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
     mesh = whole["cp_ring", "cp_team"]
     model = MODELS["Llama"].made()
@@ -616,18 +640,40 @@ def refused_on_two_meshes() -> dict[str, str]:
         told = arguments(remove_unused_columns=False, **options)
         return refusal(ContextParallelTrainer(model, told, eval_dataset=rows, data_collator=collate).evaluate)
 
-    def said_of_loss(rows: Rows) -> str:
+    def loss(rows: Rows, many: int) -> float:
         told = arguments(remove_unused_columns=False)
-        found = ContextParallelTrainer(model, told, eval_dataset=Subset(rows, range(10))).evaluate()["eval_loss"]
-        wanted = evaluated(MODELS["Llama"].made(), rows, 10, 10)
+        return ContextParallelTrainer(model, told, eval_dataset=Subset(rows, range(many))).evaluate()["eval_loss"]
+
+    def said_of_loss(rows: Rows) -> str:
+        found, wanted = loss(rows, 10), evaluated(MODELS["Llama"].made(), rows, 10, 10)
         return "the loss" if worst_error([(torch.tensor(found), torch.tensor(wanted))]) < 1e-6 else f"{found}, {wanted}"
 
-    few, none = Rows(), Rows()
-    few.labels[5:10], none.labels[:] = IGNORED, IGNORED  # all that the second mesh evaluates
+    def says_of_rest(rows: Rows) -> str:
+        """Of the second batch alone, where in the first nothing counts."""
+        found, wanted = loss(rows, 16), loss_of(MODELS["Llama"].made(), rows, [*range(10, 16)]).item()
+        return "the loss" if worst_error([(torch.tensor(found), torch.tensor(wanted))]) < 1e-6 else f"{found}, {wanted}"
+
+    def train(rows: Rows, *callbacks: Any) -> str:
+        told = arguments(remove_unused_columns=False)
+        trainer = ContextParallelTrainer(model, told, train_dataset=rows, callbacks=[*callbacks])
+        for callback in callbacks:
+            callback.trainer = trainer
+        return refusal(trainer.train)
+
+    def evaluate_unnamed() -> str:
+        trainer = ContextParallelTrainer(model, arguments(remove_unused_columns=False), eval_dataset=Rows())
+        if dist.get_rank() == 1:
+            trainer.label_names = []
+        return refusal(trainer.evaluate)
+
+    few, fewer, none = Rows(), Rows(), Rows()
+    few.labels[5:10] = IGNORED  # all that the second mesh evaluates
+    fewer.labels[:10], none.labels[:] = IGNORED, IGNORED
     with of_torchrun():
         return {
             "nothing counts on a mesh": said_of_loss(few),
-            "nothing counts": evaluate(Subset(none, range(10))),
+            "nothing counts in a batch": says_of_rest(fewer),
+            "nothing counts": str(loss(none, 10)),
             "no length": evaluate(Stream()),
             "iterable": evaluate(Counted()),
             "endless": evaluate(Endless()),
@@ -636,13 +682,18 @@ def refused_on_two_meshes() -> dict[str, str]:
             "uneven": evaluate(Rows(), accelerator_config={"even_batches": False}),
             "merged": evaluate(Subset(Rows(), range(13)), merged),
             "merged, a multiple": evaluate(Subset(Rows(), range(10)), merged),
+            "no label names on a rank": evaluate_unnamed(),
+            "rows that a rank cannot read": train(Broken()),
+            "a setting on a rank": train(Rows(), Unsetting()),
+            "trained without labels on a mesh": train(Unlabelled(range(16), range(2, 4))),
         }
 
 
-def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
+def test_what_is_refused_on_several_meshes(ranks: Ranks) -> None:
     for told in ranks(RANKS).run(refused_on_two_meshes):
         assert told["nothing counts on a mesh"] == "the loss"
-        assert "no label of a batch counts" in told["nothing counts"]
+        assert told["nothing counts in a batch"] == "the loss"
+        assert told["nothing counts"] == "nan"
         assert "of an iterable dataset" in told["no length"]
         assert "of an iterable dataset" in told["iterable"]
         assert "or one without a length" in told["endless"]
@@ -651,6 +702,10 @@ def test_evaluation_that_is_refused_on_several_meshes(ranks: Ranks) -> None:
         assert "even_batches=False" in told["uneven"]
         assert "a collator that makes 1 rows of 5" in told["merged"]
         assert told["merged, a multiple"] == "went through"
+        assert "label_names must have" in told["no label names on a rank"]
+        assert "by chance, no row" in told["rows that a rank cannot read"]
+        assert "label_smoothing_factor" in told["a setting on a rank"]
+        assert "which have labels must be the same" in told["trained without labels on a mesh"]
 
 
 def asked_first(seed: int | None, apart: bool = False) -> list[int]:
@@ -677,6 +732,26 @@ def test_ranks_with_seeds_of_their_own_read_the_same_rows(ranks: Ranks) -> None:
     together, apart = (ranks(2).run(asked_first, None, is_apart) for is_apart in (False, True))
     assert apart == together
     assert together[0] == together[1] != sorted(together[0])
+
+
+def seed_of_a_worker() -> int:
+    """By which a loader's worker draws for this rank, one of two meshes', what it augments or masks."""
+    whole = init_device_mesh("cpu", (2, dist.get_world_size() // 2, 1), mesh_dim_names=("dp", "cp_ring", "cp_team"))
+    mesh, model = whole["cp_ring", "cp_team"], MODELS["Llama"].made()
+    context_parallel(model, mesh, order=TokenOrder("head_tail", mesh))
+    with of_torchrun():
+        trainer = ContextParallelTrainer(model, arguments(dataloader_num_workers=2), train_dataset=Rows())
+        begin = trainer.get_train_dataloader().base_dataloader.worker_init_fn
+    torch.manual_seed(100)
+    begin(0)
+    return torch.initial_seed()
+
+
+def test_workers_of_a_mesh_draw_alike(ranks: Ranks) -> None:
+    one, same, other, like_it = ranks(RANKS).run(seed_of_a_worker)
+    assert one == same
+    assert other == like_it
+    assert one != other
 
 
 def dropped(apart: bool) -> tuple[list[bool], float]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -88,10 +89,12 @@ from wallfacer_dt.integrations.transformers import context_parallel, shard_input
 from wallfacer_dt.integrations.transformers import model as integration
 from wallfacer_dt.integrations.transformers.attend import AttentionOnMesh
 from wallfacer_dt.integrations.transformers.inputs import SEQUENCE
+from wallfacer_dt.integrations.transformers.masked_tokens import _ratios
 from wallfacer_dt.integrations.transformers.masks import ShardedMask, read_mask
+from wallfacer_dt.integrations.transformers.model import _checked_count
 from wallfacer_dt.integrations.transformers.refusals import check_model_is_known
 from wallfacer_dt.integrations.transformers.rope import largest_matters, tell_largest_position
-from wallfacer_dt.integrations.transformers.sequence import ForwardPass, positions_within
+from wallfacer_dt.integrations.transformers.sequence import ForwardPass, ShardedSequence, positions_within
 
 Ranks = Callable[[int], RankPool]
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -1243,3 +1246,63 @@ def test_the_readme_s_lines_run(ranks: Ranks) -> None:
     (program,) = [text for text in programs(README) if "transformers" in text]
     assert len(program.strip().splitlines()) <= 11  # ten, and an empty one
     assert max(ranks(RANKS).run(run_readme, program)) < 1e-4
+
+
+def test_masked_tokens_are_counted_in_whatever_the_default_dtype_is() -> None:
+    """Ones in bfloat16 add up to 256 at most."""
+    with fake_world(1):
+        order = TokenOrder("contiguous", context_mesh("cpu"))
+        sequence = ShardedSequence.of_equal_shards(1024, order)
+        masked = torch.zeros(1, 1024, dtype=torch.bool)
+        masked[0, :512] = True
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            found = _ratios(masked, sequence)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found.unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize("given", ["document_ids", "cu_seqlens", "attention_mask", ""])
+def test_batches_are_dealt_out_whatever_the_default_device_is(given: str) -> None:
+    tokens, documents = torch.arange(12).view(1, 12), torch.tensor([[0] * 5 + [1] * 7])
+    told = {
+        "document_ids": documents, "cu_seqlens": torch.tensor([0, 5, 12]),
+        "attention_mask": torch.ones(1, 12, dtype=torch.int64),
+    }  # fmt: skip
+    with fake_world(1):
+        order = TokenOrder("document_head_tail" if given else "head_tail", mesh := context_mesh("cpu"))
+        options = {"order": order, "labels": tokens} | ({given: told[given]} if given else {})
+        expected = shard_inputs(mesh, tokens, **options)
+        with torch.device("meta"):
+            found = shard_inputs(mesh, tokens, **options)
+    for name in ("input_ids", "position_ids", "labels"):
+        assert torch.equal(found[name], expected[name])
+    assert str(found["attention_mask"].document_ids) == str(expected["attention_mask"].document_ids)
+
+
+def test_a_count_that_is_not_finite_is_refused() -> None:
+    """As one in float16 of more labels than it knows, by which all gradients would be 0."""
+    count = torch.tensor(100_000, dtype=torch.float16)
+    with pytest.raises(ValueError, match="of which 100000 labels count, got inf"):
+        _checked_count(count, 100_000)
+    assert _checked_count(torch.tensor(2049, dtype=torch.float16), 2049) == 2048
+
+
+def test_a_loss_that_is_set_later_stays() -> None:
+    """Within `whole()` and after it; on the mesh it is refused, as it is not known to add up."""
+
+    def of_ours(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return logits.sum() * 0 + 7
+
+    with fake_world(1):
+        order = TokenOrder("head_tail", mesh := context_mesh("cpu"))
+        model, tokens = MODELS["Llama"].made(), torch.arange(16).view(1, 16)
+        handle = context_parallel(model, mesh, order=order)
+        model.loss_function = of_ours
+        with handle.whole():
+            assert model(input_ids=tokens, labels=tokens).loss.item() == 7
+        with pytest.raises(ValueError, match="of the loss of_ours it is not known whether"):
+            model(**shard_inputs(mesh, tokens, labels=tokens, order=order))
+        handle.remove()
+        assert model(input_ids=tokens, labels=tokens).loss.item() == 7

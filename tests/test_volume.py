@@ -422,6 +422,7 @@ def test_hops_that_there_are_not() -> None:
         ({"kv_length": 0}, ValueError, "kv_length must be at least 1, got 0"),
         ({"value_dim": -3}, ValueError, "value_dim must be at least 1, got -3"),
         ({"shared_dim": 99}, ValueError, "shared_dim must be a part of head_dim, got 99 and"),
+        ({"shared_dim": 8, "head_dim": 8}, ValueError, "shared_dim must be a part of head_dim, got 8 and 8"),
         ({"replicated": -9}, ValueError, "replicated must be at least 0, got -9"),
         ({"kv_heads": 2.0}, TypeError, r"kv_heads must be an int, got 2\.0"),
         ({"order": "zigzag"}, ValueError, "order must be one of"),

@@ -206,7 +206,7 @@ class Setting:
                 raise ValueError(
                     f"of {length} tokens this rank holds {holds} in {order} order, got {name} "
                     f"{tuple(map(index, shape))} (B, N, L, H) with {replicated} replicated; deal them out by "
-                    "shard_sequence"
+                    "shard_sequence, in an order of this mesh"
                 )
 
     def seen_by_mask(self, q: Sequence[int], k: Sequence[int], *, shards: bool = True) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from dataclasses import InitVar, dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from wallfacer_dt.layout import check_order, dealing_turns
+from wallfacer_dt.layout import BY_DOCUMENT, check_order, dealing_turns
 from wallfacer_dt.mesh import RING_AXIS, ContextGroups, context_groups, mesh_ranks, name_of
 
 _REMEDY = 'make one, order = TokenOrder("head_tail", mesh), and hand it to the loader, to positions and to attention'
@@ -97,11 +97,16 @@ def check_order_is_told(order: TokenOrder | str | None, ranks: int) -> None:
 def check_order_fits(order: TokenOrder, mesh: DeviceMesh) -> None:
     """Refuse (ValueError) an order of a mesh that deals to other ranks than this one, or in another turn."""
     here = TokenOrder(order.name, mesh)
+    remedy = f"use one mesh for both: order = TokenOrder({order.name!r}, mesh)"
     if here.dealt != order.dealt:
         raise ValueError(
             f"order={order.name!r} was made of a mesh on which it deals tokens out to ranks {_some(order.dealt)} in "
-            f"turn, but on attention's mesh it deals to {_some(here.dealt)}; use one mesh for both: "
-            f"order = TokenOrder({order.name!r}, mesh)"
+            f"turn, but on attention's mesh it deals to {_some(here.dealt)}; {remedy}"
+        )
+    if order.name == BY_DOCUMENT and here.ranks != order.ranks:
+        raise ValueError(
+            f"order={order.name!r} was made of a mesh of ranks {_some(order.ranks)}, to which it deals in turn what is "
+            f"left of documents that do not divide, but attention's mesh is of ranks {_some(here.ranks)}; {remedy}"
         )
 
 

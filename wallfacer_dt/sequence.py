@@ -107,7 +107,7 @@ def unshard_sequence(
             raise ValueError(f"x must be on the mesh's device type {order.device_type!r}, got {x.device}")
         documents, kind = _given(order, document_ids, cu_seqlens)
         if documents is not None:
-            check_documents(documents, kind, x.shape[0], None)
+            _check_rows(documents, kind, x, dim, None)
         signature = {
             "dim": dim,
             "order": order,
@@ -205,11 +205,16 @@ def _dealt(x: Tensor, dim: int, length: int, order: TokenOrder, documents: Tenso
     """By row of the batch, or for all, what each rank holds."""
     if documents is None:
         return [deal(length, order.axes, order.name)]
-    check_documents(documents, kind, x.shape[0], length)
-    rows = boundaries(documents, kind, length)
-    if len(rows) > 1 and dim == 0:
+    _check_rows(documents, kind, x, dim, length)
+    return [deal_documents(bounds, order.axes) for bounds in boundaries(documents, kind, length)]
+
+
+def _check_rows(documents: Tensor, kind: str, x: Tensor, dim: int, length: int | None) -> None:
+    """Refuse (TypeError, ValueError) what says no documents, or not those of a tensor with this dim as its sequence."""
+    is_by_row = isinstance(documents, Tensor) and documents.ndim == 2 and documents.shape[0] > 1
+    if is_by_row and dim == 0:
         raise ValueError("document_ids (B, N) go with a tensor whose dim 0 is the batch, got dim=0 as its sequence")
-    return [deal_documents(bounds, order.axes) for bounds in rows]
+    check_documents(documents, kind, x.shape[0], length)
 
 
 def _given(order: TokenOrder, document_ids: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, str]:

@@ -165,6 +165,7 @@ def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> 
         )
     model.to(ranks.device).train()
     if ranks.context is not None:
+        has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         assert ranks.order is not None
         try:
             context_parallel(
@@ -174,7 +175,8 @@ def _make_parallel(model: PreTrainedModel, settings: Settings, ranks: Ranks) -> 
                 schedule=settings.schedule,
                 rotate=settings.rotate,
                 rotate_forward=settings.rotate_forward,
-                kernel=attention_kernel(ranks),
+                # torch has no soft cap on the CPU.
+                kernel="reference" if has_softcap and ranks.device.type == "cpu" else attention_kernel(ranks),
             )
         except ValueError as error:
             raise RecipeError(str(error)) from error

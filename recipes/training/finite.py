@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipes.training.settings import Launch
 from wallfacer_dt.agreement.progress import Waiting
+from wallfacer_dt.bound import BoundForward
 
 
 @torch.no_grad()
@@ -28,9 +29,12 @@ def first_not_finite(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[i
         if not found and not all(bool(x.isfinite().all()) for x in tensors):
             found.append((turn, name))
 
+    # A style computes what the modules in its own do without calling them, and METP refuses their hooks.
+    styled = [path and f"{path}." for path, module in model.named_modules() if _is_styled(module)]
     hooks = [
         module.register_forward_hook(lambda _module, _args, result, name=name: look(name or "the model", result))
         for name, module in model.named_modules()
+        if not any(name.startswith(path) and name != path for path in styled)
     ]
     try:
         loss = forward()
@@ -38,6 +42,10 @@ def first_not_finite(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[i
         for hook in hooks:
             hook.remove()
     return found[0] if found else (next(turns), "" if bool(loss.isfinite()) else "the loss")
+
+
+def _is_styled(module: nn.Module) -> bool:
+    return isinstance(getattr(module.forward, "__self__", None), BoundForward)
 
 
 def local(x: Tensor) -> Tensor:

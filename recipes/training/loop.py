@@ -11,14 +11,16 @@ from recipes.training.batches import Batches
 from recipes.training.checkpoint import Checkpoints, History
 from recipes.training.metrics import Metrics
 from recipes.training.progress import Bar
-from recipes.training.ranks import device_name
+from recipes.training.ranks import Ranks, device_name
 from recipes.training.record import Run, Traffic, remove_earlier, run_name, write_run, writing
-from recipes.training.settings import Output, Saving
+from recipes.training.settings import Output, RecipeError, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
 from wallfacer_dt import WaitError, note_progress
+from wallfacer_dt.agreement.agree import have_all
 from wallfacer_dt.agreement.progress import places
 from wallfacer_dt.agreement.whereabouts import Whereabouts
+from wallfacer_dt.mesh import name_of
 
 
 def train_steps(
@@ -78,6 +80,8 @@ def train_steps(
                 else:
                     loss, norm = trainer.step(step, batch)
             except Exception as error:
+                if step == first and _is_refused(error, ranks):
+                    raise RecipeError(str(error)) from error
                 at = f"rank {ranks.launch.rank} of {ranks.launch.world}, step {step + 1} of {settings.steps}"
                 # An error of FSDP's waits says nothing of where ranks are.
                 is_others = Whereabouts.is_wait(error) and not isinstance(error, WaitError)
@@ -118,3 +122,9 @@ def _record(
         options=asdict(trainer.settings),
         **fields,
     )
+
+
+def _is_refused(error: Exception, ranks: Ranks) -> bool:
+    """Whether all ranks that share sequences refuse what a model asks of attention, as dropout: no rank's bug."""
+    is_kind = isinstance(error, ValueError | TypeError | NotImplementedError)
+    return is_kind and ranks.context is not None and have_all(error, name_of(ranks.context))

@@ -19,6 +19,7 @@ import json
 import pickle
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -75,7 +76,11 @@ def agree(
     if found is None:
         return 0
     text, meeting = found
-    _settle(meeting)
+    try:
+        _settle(meeting)
+    except (ValueError, WaitError) as late:  # of another mesh, perhaps, with other ranks
+        tell(late, mesh)
+        raise
     pairs = tuple(signature)
     names, values = (*_ALWAYS, *(name for name, _ in pairs)), (text, _VERSIONS, *(str(value) for _, value in pairs))
     record = likeness = _likeness((what, names, values))
@@ -90,6 +95,7 @@ def agree(
         record = _likeness((likeness, layer))
     meeting.call = f"call {meeting.number} on the {text}, {what or error}" + f", in {layer}" * bool(layer)
     meeting.whereabouts.call = meeting.call
+    meeting.posted = next(_posts)
     meeting.open = _Said(error, what, names, values, layer), likeness, meeting.post(record)
     if x is None or waits_at_once(x.device) or error or likeness not in meeting.seen:
         _settle(meeting)
@@ -104,8 +110,16 @@ def settle() -> None:
 
 
 def _settle(meeting: Meeting) -> None:
+    """Look at what has been posted to a meeting, after what was posted to others before it.
+
+    Where all look in the order in which all post, nobody waits for a rank that waits for him in another meeting.
+    """
     if meeting.open is None:
         return
+    world = this_world()
+    others = () if world is None else world.meetings.values()
+    for earlier in sorted((m for m in others if m.open and m.posted < meeting.posted), key=lambda m: m.posted):
+        _settle(earlier)
     (said, likeness, pending), meeting.open = meeting.open, None
     with _naming_call(meeting):
         records = meeting.wait(pending)
@@ -261,6 +275,7 @@ def _digest(what: object) -> int:
     return int.from_bytes(digest, signed=True) or 1
 
 
+_posts = count(1)
 _likeness = functools.lru_cache(1024)(_digest)  # of texts alone, so that what is equal is the same
 
 

@@ -86,6 +86,7 @@ class Meeting:
     def __init__(self, ranks: Sequence[int], timeout: timedelta, whereabouts: Whereabouts) -> None:
         self.ranks, self.timeout, self.whereabouts = tuple(ranks), timeout, whereabouts
         self.number = 0  # of this rank's last call
+        self.posted = 0  # when, among this rank's calls in all meetings
         self.call = ""  # what that is, in words
         self.open: Any = None  # that call, as long as nobody has looked whether all ranks make the same
         self.seen: dict[int, None] = {}  # what all ranks have called, the latest last

@@ -85,7 +85,7 @@ def this_world() -> World | None:
 def _forked() -> None:
     """Leave the connections to the process that this one is forked from, whose threads wait on them."""
     world = this_world()
-    if world is not None:
+    if world is not None and world.parents is None:  # a process forked from a fork has met nobody
         world.parents, world.meetings = world.meetings, {}
 
 

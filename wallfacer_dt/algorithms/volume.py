@@ -111,7 +111,7 @@ def attention_volume(
         check_length(size, name)
     for name, size in (("shared_dim", shared_dim), ("replicated", replicated)):
         check_length(size, name, least=0)
-    if shared_dim > head_dim:
+    if shared_dim >= head_dim:
         raise ValueError(f"shared_dim must be a part of head_dim, got {shared_dim} and {head_dim}")
     check_heads(heads, kv_heads, ulysses)
     check_order(order)

@@ -60,7 +60,7 @@ def check_equivalence(
             ``"head_tail"``: what a query sees is the same.
         heads: heads of q and of k and v; by default 4 and 2 or, where the module refuses that, 4 and 4 (more on more
             than 4 ranks of Ulysses).
-        head_dim: H of v, and of k without ``k_shared``.
+        head_dim: H of v, and of k without ``k_shared``; at least 2.
         dtype: of q, k and v; by default float32 on the CPU and under autocast, and bfloat16 elsewhere.
         kwargs: what the model calls the module with besides q, k, v; ``k_shared`` (1, 1, length, Hs), like all else,
             of the whole sequence.
@@ -91,6 +91,7 @@ def _check(
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
         if length is not None:
             check_length(length, "length")
+        check_length(head_dim, "head_dim", least=2)
         options, lengths = shortened(style.options, length, mesh.size())
     if options.order_name == BY_DOCUMENT:
         style.attention_on(mesh, options)  # which may refuse it
@@ -122,7 +123,7 @@ def _check(
 def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passed: dict[Hashable, bool]) -> bool:
     """:func:`check_equivalence`, but for a module that is like one of those that have passed with this style.
 
-    On this mesh, under this autocast. It is added to them.
+    As the style is now, on this mesh, under this autocast. It is added to them.
 
     Args:
         module: as there, in one mode.
@@ -135,14 +136,14 @@ def check_once(module: nn.Module, style: AttentionStyle, mesh: DeviceMesh, passe
     """
     if _is_pretended(mesh):
         return False
-    alike = likeness(module)
-    this = (mesh, alike, computed_dtype(torch.float32, mesh.device_type))
-    known = alike is not None and this in passed
+    told = mesh, computed_dtype(torch.float32, mesh.device_type), style.options, style.layout
+    this = likeness(module, told)
+    known = this is not None and this in passed
     # Ranks that differ in what they know would wait for each other.
     if all(hear_all("whether check_equivalence has passed", known, name_of(mesh)).values()):
         return passed[this]
     by_mode = _check(module, style, mesh)
-    if alike is not None:
+    if this is not None:
         passed[this] = by_mode
     return by_mode
 

@@ -6,6 +6,8 @@ channel c the probabilities with which i sees each key. With another query in ev
 rows of the probabilities, whatever the module is made of; they are 0 exactly where a query does not see a key.
 """
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -145,7 +147,7 @@ def _spread_scores_(q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> N
 
 def _spread(length: int, count: int) -> tuple[int, ...]:
     """Distinct queries from the first to the last where there are so many, neighbours far apart."""
-    step = 7 if count % 7 else 5
+    step = next(step for step in itertools.count(7) if math.gcd(step, count) == 1)
     return tuple((c * step % count) * (length - 1) // max(1, count - 1) for c in range(count))
 
 

@@ -18,16 +18,17 @@ _LARGEST = 2**20  # elements of a tensor, and bytes of all else, that are looked
 _REFUSED = (nn.Module, torch.UntypedStorage, torch.TypedStorage)
 
 
-def likeness(module: nn.Module, without_parameters: bool = False) -> Hashable | None:
+def likeness(module: nn.Module, told: Hashable = None, without_parameters: bool = False) -> Hashable | None:
     """Equal for modules that are of the same types, and hold the same, in all that is within them.
 
     Args:
         module: stays as it is.
+        told: what must be equal besides.
         without_parameters: of parameters only names, shapes and dtypes count.
 
     Returns:
         The likeness; None for a module that is like no other, as it has hooks, or holds what is large, on the meta
-        device, or cannot be pickled.
+        device, or cannot be pickled; or if what was told cannot be hashed.
     """
     usual = vars(nn.Module())
     hooks = [name for name in usual if name.startswith(("_forward", "_backward"))]
@@ -42,7 +43,7 @@ def likeness(module: nn.Module, without_parameters: bool = False) -> Hashable | 
             shapes = {name: x if x is None else (tuple(x.shape), x.dtype) for name, x in part._parameters.items()}
             held.append((own, shapes if without_parameters else part._parameters, part._buffers))
         _Pickler(digest, protocol=5).dump(held)
-        found = tuple(kinds), digest.hash.digest()
+        found = tuple(kinds), digest.hash.digest(), told
         hash(found)
     except Exception:  # whatever an object may raise that is to be pickled
         return None

@@ -4,6 +4,7 @@ Where a style is compared with the module that it replaces, this compares what a
 model parallel: also what no style sees, as positions, labels, and keywords that somebody swallowed.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,8 +29,23 @@ from wallfacer_dt.sequence import local_shard
 
 Loss = Callable[[nn.Module], Tensor]
 _CHECK = "check_model"
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}  # norms and losses of a float64 model may be in float32
-_NOTHING = 1e-10  # of the largest gradient: as a key's bias, which moves all scores of a row alike
+
+
+
+class _Tolerance(NamedTuple):
+    """By how much numbers may differ, relative to the largest of each.
+
+    A gradient counts as ``least`` of the largest of its module's others at least: that of a key's bias, which moves all
+    scores of a row alike, is 0 but for rounding.
+    """
+
+    relative: float
+    least: float
+
+
+# Norms and losses of a float64 model may be in float32.
+_TOLERANCES = {torch.float64: _Tolerance(1e-5, 1e-7), torch.float32: _Tolerance(1e-3, 3e-3)}
+_NARROW = _Tolerance(8e-2, 1e-1)
 _POSITIONS = re.compile(r"embed|rotary|rope|position|wpe", re.IGNORECASE)
 
 
@@ -59,17 +75,21 @@ def check_model(
             differs is named.
         document_ids: as :func:`shard_sequence` was given them, for ``document_head_tail``.
         tolerance: of the loss, and of gradients relative to their largest elements; by default 1e-5 for a model in
-            float64, 1e-3 in float32, and 8e-2 where a parameter, or what a module gives, is in 16 bits or fewer.
+            float64, 1e-3 in float32, and 8e-2 where a parameter, or what a module gives, is in 16 bits or fewer. A
+            gradient counts as 1e-7, 3e-3 or 0.1 of the largest of its module's other parameters at least, as some are
+            0 but for rounding.
 
     Raises:
         EquivalenceError: on every rank, naming what differs, where first, and what may have caused it.
         TypeError: a model or loss of the wrong type, or parameters that are DTensors.
-        ValueError: parameters that differ between ranks, or what a run refuses.
+        ValueError: parameters that differ between ranks, a tolerance that is no number above 0, or what a run refuses.
     """
     name = name_of(mesh)
     with refusing_together(name):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
+            raise ValueError(f"tolerance must be a finite number above 0, got {tolerance!r}")
         if order is not None:
             check_token_order(order)
         parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
@@ -147,7 +167,7 @@ class _Trial:
         """Refuse a model that gives another loss the second time."""
         with torch.no_grad():
             again, once = _loss(whole(self.model)).item(), expected.loss.item()
-        if _differ(again, once, self._most(expected)):
+        if _differ(again, once, self._tolerance(expected).relative):
             raise EquivalenceError(
                 f"run whole a second time the model has the loss {again:.6g}, not {once:.6g}: is there dropout?"
             )
@@ -155,7 +175,7 @@ class _Trial:
     def check_alike(self, expected: _Run) -> None:
         """Refuse, on every rank, ranks whose whole runs have different losses."""
         told = hear_all("check_model's losses", expected.loss.item(), name_of(self.mesh))
-        most = self._most(expected)
+        most = self._tolerance(expected).relative
         if any(_differ(loss, told[min(told)], most) for loss in told.values()):
             by_rank = ", ".join(f"rank {rank}: {loss:.6g}" for rank, loss in sorted(told.items()))
             raise EquivalenceError(
@@ -166,7 +186,7 @@ class _Trial:
         """The first module whose output here is not this rank's part of what it gave in the whole run."""
         if self.order is None:
             return None
-        most = self._most(expected)
+        most = self._tolerance(expected).relative
         for done, (path, mine) in enumerate(found.outputs.items()):
             its = expected.outputs.get(path)
             part = None if its is None else self._part(its, mine)
@@ -182,19 +202,17 @@ class _Trial:
 
     def differences(self, expected: _Run, found: _Run) -> list[str]:
         """What differs of loss and gradients, in words."""
-        said, most = [], self._most(expected)
+        said, (most, least) = [], self._tolerance(expected)
         loss, whole = found.loss.item(), expected.loss.item()
         if _differ(loss, whole, most):
             said.append(f"the loss is {loss:.6g} on the mesh, {whole:.6g} whole")
         sizes = {path: float(torch.linalg.vector_norm(its, torch.inf)) for path, its in expected.gradients.items()}
-        largest = max(sizes.values())
         wrong = {}
         for path, its in expected.gradients.items():
-            is_nothing = sizes[path] <= _NOTHING * largest
-            scale = largest if is_nothing and largest else 1.0
+            # Above 0: gradients that are all 0 have been refused.
+            size = max(sizes[path], least * _largest_beside(path, sizes))
             try:
-                pair = (found.gradients[path] / scale, its / scale)
-                error = worst_error([pair], relative_to="nothing" if is_nothing else "largest")
+                error = worst_error([(found.gradients[path], its)]) / size
             except IncomparableError as why:
                 return [*said, f"the gradient of {path}: {why}"]
             if not error <= most:
@@ -240,14 +258,20 @@ class _Trial:
         part = local_shard(whole, order, dim=1, document_ids=documents)
         return part if part.shape == mine.shape and part.shape != whole.shape else None
 
-    def _most(self, expected: _Run) -> float:
+    def _tolerance(self, expected: _Run) -> _Tolerance:
         """By which numbers may differ."""
-        if self.tolerance is not None:
-            return self.tolerance
         dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad or p.is_floating_point()}
         # Under autocast of less than weights have; what a float64 model has in float32 are angles and the like.
         dtypes |= {x.dtype for x in expected.outputs.values() if x.itemsize < torch.float32.itemsize}
-        return max(_TOLERANCE.get(dtype, 8e-2) for dtype in dtypes)
+        usual = max(_TOLERANCES.get(dtype, _NARROW) for dtype in dtypes)
+        return usual if self.tolerance is None else usual._replace(relative=self.tolerance)
+
+
+def _largest_beside(path: str, sizes: Mapping[str, float]) -> float:
+    """The largest gradient of the other parameters of a parameter's module; of all, where it has none that is not 0."""
+    module = path.rpartition(".")[0]
+    beside = [size for other, size in sizes.items() if other != path and other.rpartition(".")[0] == module]
+    return max(beside, default=0.0) or max(sizes.values())
 
 
 def _differ(one: float, other: float, most: float) -> bool:

@@ -274,8 +274,12 @@ class METPAttentionParallel(AttentionStyle):
         tried = [trial((2 * heads // kv_heads, 2), SMALL), trial((heads, kv_heads), SMALL)]
         if dim <= LARGEST:
             tried.append(trial((heads, kv_heads), dim))
+        told = (
+            heads, kv_heads, self.head_dim, *self.projections, self.output, self.attention.options,
+            self.rotary.pairs, self.rotary.rotation, self.example,
+        )  # fmt: skip
         agreed, returned.nones = once(
-            self, module, (heads, kv_heads), device_type, lambda: (first_that_agrees(tried), returned.nones)
+            self, module, told, device_type, lambda: (first_that_agrees(tried), returned.nones)
         )
         return rotary.as_in(module, calls[agreed])
 

@@ -129,7 +129,8 @@ class METPParallel(ParallelStyle):
             names = ", ".join([*self._inward, self.down])
             raise ValueError(f"{who}: {names} must have as many hidden units, got {units}")
         if self.check:
-            once(self, module, units[0], device_type, lambda: self._check_module(module, who, device_type, units[0]))
+            told = units[0], self.activation, *self._inward, self.down
+            once(self, module, told, device_type, lambda: self._check_module(module, who, device_type, units[0]))
         return units[0]
 
     def _forward(

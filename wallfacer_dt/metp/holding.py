@@ -88,6 +88,8 @@ class WeightMesh:
         if place is None:
             raise ValueError(f"this rank is not in the mesh {mesh.mesh.tolist()}")
         check_ascending(mesh)
+        # Making a group is done together, so no rank may be doing something else.
+        agree("METP", [("mesh", context)], name_of(mesh))
         group, ranks = whole_context_group(mesh, context)
         sizes = tuple(mesh.shape[: len(context)])
         index = 0
@@ -178,10 +180,10 @@ class WeightMesh:
         for name in _present(module, dims):
             owner, _, last = name.rpartition(".")
             holder, parameter = module.get_submodule(owner), module.get_parameter(name)
-            _taken[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
             placements = [Shard(dims[name])] * self.mesh.ndim
             whole = distribute_tensor(parameter.detach(), self.mesh, placements, src_data_rank=source)
             holder.register_parameter(last, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            _taken[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
             said = f"the DTensor {tuple(whole.shape)} placed {whole.placements}"
             wholes[name] = whole.shape, whole.placements, said
         return Shards(wholes, nested[0] if nested else "")

@@ -75,24 +75,24 @@ _passed: WeakKeyDictionary[ParallelStyle, dict[Hashable, Any]] = WeakKeyDictiona
 
 
 def once(
-    style: ParallelStyle, module: nn.Module, told: Hashable, device_type: str, trial: Callable[[], Found]
+    style: ParallelStyle, module: nn.Module, told: Any, device_type: str, trial: Callable[[], Found]
 ) -> Found:
     """What a trial finds of a module, or has found under this style, and this autocast, of one that is like it.
 
     Args:
         style: that the module is tried for.
         module: of which weights are not looked at, but for their shapes.
-        told: what else the trial depends on.
+        told: what else the trial depends on, all of the style as it is now.
         device_type: whose autocast counts.
         trial: raises what refuses the module.
 
     Returns:
         What it gives.
     """
-    like = likeness(module, without_parameters=True)
-    if like is None:
+    this = likeness(module, (told, computed_dtype(torch.float32, device_type)), without_parameters=True)
+    if this is None:
         return trial()
-    passed, this = _passed.setdefault(style, {}), (like, told, computed_dtype(torch.float32, device_type))
+    passed = _passed.setdefault(style, {})
     if this not in passed:
         passed[this] = trial()
     return passed[this]

@@ -201,7 +201,7 @@ def _attend(
             )
     if seen is None:
         seen = visibility(q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal=is_causal)
-    return _explicit(q, k, v, sinks, seen.to(q.device), scale or 1 / math.sqrt(q.shape[-1]), softcap)
+    return _explicit(q, k, v, sinks, seen.to(q.device), q.shape[-1] ** -0.5 if scale is None else scale, softcap)
 
 
 def _explicit(

@@ -76,7 +76,7 @@ def shard_inputs(
                 _check_rows(name, rows, input_ids)
         documents = _documents(input_ids, document_ids, cu_seqlens, attention_mask)
         if documents is None and attention_mask is not None and order.name == BY_DOCUMENT:
-            documents = torch.zeros(length, dtype=torch.int64)  # other batches of the loader have padding
+            documents = torch.zeros(length, dtype=torch.int64, device="cpu")  # other batches of the loader have padding
         by_document = {"document_ids": documents} if order.name == BY_DOCUMENT else {}
         if by_document and documents is None:
             raise ValueError(f"order={order.name!r} needs document_ids or cu_seqlens")
@@ -155,7 +155,8 @@ def _documents(
     if cu_seqlens is not None:
         check_documents(cu_seqlens, "cu_seqlens", batch, length)
         (ends,) = boundaries(cu_seqlens, "cu_seqlens", length)
-        return torch.bucketize(torch.arange(length), torch.tensor(ends[1:-1], dtype=torch.int64), right=True)
+        begins = torch.tensor(ends[1:-1], dtype=torch.int64, device="cpu")
+        return torch.bucketize(torch.arange(length, device="cpu"), begins, right=True)
     if document_ids is not None:
         check_documents(document_ids, "ids", batch, length)
         return document_ids.clone()  # layers read it as late as in the backward, and a loader may write into its own

@@ -54,12 +54,12 @@ def count_masked_tokens(model: nn.Module, in_forward: Callable[[], ForwardPass])
 
 
 def _ratios(masked: Tensor, sequence: ShardedSequence) -> Tensor:
-    """(B, L) float32: of the document of each of this rank's tokens the part that is masked."""
+    """(B, L), float32: of the document of each of this rank's tokens the part that is masked."""
     order, documents = sequence.order, sequence.document_ids
     numbers = (sequence.whole_positions().cpu() == 0).long().cumsum(-1).view(-1, sequence.length) - 1
     by_document = {"document_ids": documents} if order.name == BY_DOCUMENT else {}
     mine = local_shard(numbers, order, dim=1, **by_document).to(masked.device).expand_as(masked)
-    lengths = torch.zeros(len(numbers), int(numbers.max()) + 1).scatter_add_(1, numbers, torch.ones(numbers.shape))
+    lengths = numbers.new_zeros(len(numbers), int(numbers.max()) + 1).scatter_add_(1, numbers, torch.ones_like(numbers))
     counts = masked.new_zeros(len(masked), lengths.shape[1], dtype=torch.int64).scatter_add_(1, mine, masked.long())
     counts = gathered(counts.flatten(), order.groups.names, "masked tokens").view(-1, *counts.shape).sum(0)
     return (counts.float() / lengths.to(counts.device)).gather(1, mine)

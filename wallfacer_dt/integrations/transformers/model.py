@@ -8,6 +8,7 @@ backward find it there. A forward begins with a check of all that may have chang
 """
 
 import inspect
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -135,8 +136,9 @@ class ContextParallel(Handle[PreTrainedModel]):
     def _turn_off(self, model: PreTrainedModel, implementation: str | None = None) -> None:
         self._remove_hooks()
         self._forward = None
-        upstream.swap_loss(model, None)
-        upstream.swap_loss(model, self._loss)
+        found = upstream.swap_loss(model, None)
+        # One that somebody has set meanwhile stays.
+        upstream.swap_loss(model, self._loss if isinstance(found, SummedLoss) else found)
         upstream.set_implementation(model, implementation or self._before)
 
     def _in_forward(self) -> ForwardPass:
@@ -382,7 +384,7 @@ def _checked_count(given: Any, counted: int) -> float:
     # Trainer has it in float32, which rounds it above 2**24.
     is_rounded = isinstance(given, Tensor) and given.is_floating_point()
     least = float(torch.tensor(counted, dtype=given.dtype, device="cpu")) if is_rounded else counted
-    if not count >= least:
+    if not least <= count < math.inf:
         raise ValueError(
             f"num_items_in_batch must be that of the whole batch, of which {counted} labels count, got {count:.12g}: "
             "pass on what shard_inputs gives, or a sum of these; blank labels before it, and where gradients are "

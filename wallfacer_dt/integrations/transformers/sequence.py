@@ -82,7 +82,7 @@ def positions_within(document_ids: Tensor | None, length: int) -> Tensor:
     >>> positions_within(torch.tensor([7, 7, 7, 8, 8]), 5).tolist()
     [0, 1, 2, 0, 1]
     """
-    whole = torch.arange(length)
+    whole = torch.arange(length, device="cpu")
     if document_ids is None:
         return whole
     starts = torch.where(document_ids.diff(dim=-1) != 0, whole[1:], 0).cummax(-1).values

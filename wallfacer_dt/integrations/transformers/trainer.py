@@ -9,6 +9,7 @@ every rank other sequences, and no rank must take these for shards of one; and w
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import has_length, seed_worker
 
 from wallfacer_dt.agreement.agree import agree, hear_all, refusing_together
 from wallfacer_dt.agreement.worlds import name_mesh
@@ -99,15 +100,14 @@ class ContextParallelTrainer(Trainer):
         """
         with refusing_together(self._everyone):
             self._check_settings()
-            shards = self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
             found = next((name for name, p in self.model.named_parameters() if isinstance(p, DTensor)), "")
-            if found and not shards:
+            if found and not self.is_fsdp_enabled:
                 raise ValueError(
                     f"{found} is a DTensor already, and Trainer would put the model into DDP: leave fully_shard out, "
                     "or write a loop of your own, as docs/transformers.md has it"
                 )
             agree("Trainer's training", (), self._everyone)  # DDP waits for all, and hears no refusal
-            if not shards and not self._averages():
+            if not self.is_fsdp_enabled and not self._averages():
                 self.model_wrapped = self.model
                 upstream.forget_evaluation(self.model)  # or it would be put into no DDP
         return super().train(*args, **kwargs)
@@ -139,15 +139,21 @@ class ContextParallelTrainer(Trainer):
             ValueError: on every rank: a batch of some mesh is refused, or a setting, or no label of the step counts, or
                 nothing averages gradients.
         """
+        mesh = self.context.order.mesh_name
         with refusing_together(self._everyone):  # the other meshes would wait for this one
-            self._check_settings()  # a callback may have set them
-            if not self.is_fsdp_enabled and not self._averages():
-                raise ValueError(
-                    f"the model is in no DistributedDataParallel, got {type(self.model_wrapped).__name__}: ranks would "
-                    "train by their own gradients"
-                )
-            batches = [self._shard(batch)[0] for batch in islice(epoch_iterator, num_batches)]
-            agree("a step's batches", [("how many", len(batches))], self._everyone)
+            with refusing_together(mesh):  # whose other ranks deal the batches out
+                self._check_settings()  # a callback may have set them
+                if not self.is_fsdp_enabled and not self._averages():
+                    raise ValueError(
+                        f"the model is in no DistributedDataParallel, got {type(self.model_wrapped).__name__}: ranks "
+                        "would train by their own gradients"
+                    )
+                whole = list(islice(epoch_iterator, num_batches))
+                agree("a step's batches", [("how many", len(whole))], mesh)
+            batches = [self._shard(batch)[0] for batch in whole]
+            # Trainer counts labels over all ranks if the first batch has some.
+            told = [("how many", len(batches)), ("which have labels", ["labels" in batch for batch in batches])]
+            agree("a step's batches", told, self._everyone)
         batches, counted = super().get_batch_samples(iter(batches), len(batches), device)
         if batches and counted is not None and not int(counted):
             raise ValueError("no label of a step counts: all are -100, or there is nothing to predict")
@@ -188,6 +194,7 @@ class ContextParallelTrainer(Trainer):
                         f"accelerator_config with even_batches=False would give the {self._groups} meshes other "
                         "numbers of batches to evaluate: leave it out"
                     )
+            agree("Trainer's evaluation", (), self._everyone)  # the others of a mesh would deal out batches meanwhile
         self.gather_function = self._by_row
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         parts = 1 if self.accelerator.split_batches else self._groups  # of a batch, which is all meshes' or one's
@@ -238,7 +245,7 @@ class ContextParallelTrainer(Trainer):
             ignore_keys: as Trainer has it.
 
         Returns:
-            The loss, and nothing else.
+            The loss, and nothing else; NaN where no label counts.
 
         Raises:
             ValueError: more than the loss is asked for, or nothing to compute it from.
@@ -256,7 +263,7 @@ class ContextParallelTrainer(Trainer):
                 inputs["labels"][counting:] = IGNORED
             shard, counted = self._shard(inputs)
             if not any(hear_all("a batch to evaluate", int(counted), self._everyone).values()):
-                raise ValueError("no label of a batch counts: all are -100, or there is nothing to predict")
+                return counted.new_full((), math.nan, dtype=torch.float32), None, None  # the mean of none, as in one process
         # Not that of another base, which may take the mean over this rank's tokens, as TRL's does.
         loss, _, _ = Trainer.prediction_step(self, model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
@@ -376,6 +383,12 @@ class ContextParallelTrainer(Trainer):
             "average_tokens_across_devices=False": not args.average_tokens_across_devices,
             "accelerator_config with dispatch_batches": bool(self.accelerator.dispatch_batches),
             "deepspeed": self.is_deepspeed_enabled,
+            "distributed_config (a model that transformers itself has sharded)": (
+                self.is_distributed_loading_by_transformers
+            ),
+            'train_sampling_strategy="batch_rebalance" (it gives the ranks of a mesh other rows)': (
+                getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+            ),
             "DataParallel": args.n_gpu > 1,
             "a world of one process (start it by torchrun)": self.accelerator.num_processes != dist.get_world_size(),
         }
@@ -393,6 +406,9 @@ class ContextParallelTrainer(Trainer):
             return loader
         ours = self.accelerator
         told = ours.dataloader_config.data_seed
+        seed = loader.worker_init_fn
+        if isinstance(seed, partial) and seed.func is seed_worker:  # of which those of a mesh must draw alike
+            loader.worker_init_fn = partial(seed, rank=self._group)
         prepared = prepare_data_loader(
             loader, ours.device, num_processes=self._groups, process_index=self._group,
             split_batches=ours.split_batches, put_on_device=ours.device_placement if device_placement is None
@@ -436,7 +452,9 @@ def _drop_what_positions_show(told: dict[str, Any], positions: Tensor) -> None:
 def _tell_documents(told: dict[str, Any], positions: Tensor, *, also_of_one: bool) -> None:
     """Documents as positions show them, unless a batch has them, of which these must be the positions."""
     length, ends = positions.shape[-1], told.get("cu_seqlens")
-    given = told.get("document_ids") if ends is None else torch.bucketize(torch.arange(length), ends.cpu(), right=True)
+    given = told.get("document_ids")
+    if ends is not None:
+        given = torch.bucketize(torch.arange(length, device="cpu"), ends.cpu(), right=True)
     if given is None:
         told["document_ids"] = _documents(positions, also_of_one=also_of_one)
         mask = told.get("attention_mask")
@@ -467,4 +485,4 @@ def _documents(positions: Tensor, *, also_of_one: bool) -> Tensor | None:
         raise ValueError("position_ids must count from 0 in every document, which is how Trainer finds them")
     if bool((documents != 1).any()):
         return documents
-    return torch.zeros(positions.shape[-1], dtype=torch.int64) if also_of_one else None
+    return torch.zeros(positions.shape[-1], dtype=torch.int64, device="cpu") if also_of_one else None
