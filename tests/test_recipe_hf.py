@@ -24,6 +24,8 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GPT2Config,
@@ -270,6 +272,39 @@ def test_a_model_of_pictures_too_has_the_vocabulary_of_its_text(
     (tmp_path / "text").write_text("one two three " * 400)
     assert recipe_here([*told, "--text", str(tmp_path / "text"), "--tokenizer", str(words)], "finetune_hf") == 2
     assert "--tokenizer: the text has token 300, the model a vocabulary of 256" in capfd.readouterr().err
+
+
+def one_step(folder: Path) -> list[str]:
+    """Of a model, to beside it."""
+    told = ["--model", str(folder), "--tokenizer", "bytes", "--text", __file__, "--steps", "1", "--sequence", "32"]
+    return [*told, "--out", str(folder / "out")]
+
+
+def said_of_attention(folder: Path, options: list[str]) -> tuple[int, str]:
+    """The exit status of a run of this rank on a model, and what it says."""
+    with mock.patch("recipes.training.command._PATIENCE", 0), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = recipe_on_rank([*one_step(folder), *options], "finetune_hf")
+    return status, said.getvalue()
+
+
+def test_what_a_model_asks_of_attention_is_refused_in_a_line(ranks: Ranks, tmp_path: Path) -> None:
+    """In the first forward; of soft caps on the CPU, where torch has none, the reference makes what one process does."""
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=256)).save_pretrained(tmp_path / "dropout")
+    llama().save_pretrained(tmp_path / "heads")
+    for folder, options, message in (
+        ("dropout", ["--ring", "2"], "dropout=0.1 of attention is not implemented"),
+        ("heads", ["--ulysses", "4"], "cp_ulysses of 4 splits query heads, of which there are only 2"),
+    ):
+        for status, said in ranks(int(options[1])).run(said_of_attention, tmp_path / folder, options):
+            assert status == 2, said
+            assert message in said
+            assert "Traceback" not in said
+    config = Gemma2Config(vocab_size=256, num_key_value_heads=1, head_dim=8, **LLAMA)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "soft caps")
+    assert ranks(2).run(said_of_attention, tmp_path / "soft caps", ["--ring", "2"])[0][0] == 0
+    found = losses(tmp_path / "soft caps" / "out")
+    assert recipe_here(one_step(tmp_path / "soft caps"), "finetune_hf") == 0
+    assert worst_error([(found, losses(tmp_path / "soft caps" / "out"))]) <= 1e-6
 
 
 def said_of_models(folders: tuple[Path, Path], options: list[str]) -> str:

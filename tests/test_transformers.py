@@ -1249,18 +1249,16 @@ def test_the_readme_s_lines_run(ranks: Ranks) -> None:
 
 
 def test_masked_tokens_are_counted_in_whatever_the_default_dtype_is() -> None:
-    """Ones in bfloat16 add up to 256 at most."""
+    """In bfloat16 1001 is 1000."""
     with fake_world(1):
         order = TokenOrder("contiguous", context_mesh("cpu"))
-        sequence = ShardedSequence.of_equal_shards(1024, order)
-        masked = torch.zeros(1, 1024, dtype=torch.bool)
-        masked[0, :512] = True
+        sequence, masked = ShardedSequence.of_equal_shards(1001, order), torch.ones(1, 1001, dtype=torch.bool)
         torch.set_default_dtype(torch.bfloat16)
         try:
             found = _ratios(masked, sequence)
         finally:
             torch.set_default_dtype(torch.float32)
-    assert found.unique().tolist() == [0.5]
+    assert found.unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("given", ["document_ids", "cu_seqlens", "attention_mask", ""])
