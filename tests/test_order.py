@@ -131,7 +131,9 @@ def test_attention_refuses_an_order_by_document_of_a_mesh_that_lies_otherwise() 
         options = {"is_causal": True, "order": order, "cu_seqlens": ends, "length": 20}
         assert order.dealt == TokenOrder("document_head_tail", other).dealt
         context_parallel_attention(q, q, q, one, **options)
-        with pytest.raises(ValueError, match=r"ranks 0, 1, 2, 3, to which .* left of .* is of ranks 0, 2, 1, 3; use one"):
+        with pytest.raises(
+            ValueError, match=r"ranks 0, 1, 2, 3, to which .* left of .* is of ranks 0, 2, 1, 3; use one"
+        ):
             context_parallel_attention(q, q, q, other, **options)
 
 

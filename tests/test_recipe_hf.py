@@ -288,7 +288,7 @@ def said_of_attention(folder: Path, options: list[str]) -> tuple[int, str]:
 
 
 def test_what_a_model_asks_of_attention_is_refused_in_a_line(ranks: Ranks, tmp_path: Path) -> None:
-    """In the first forward; of soft caps on the CPU, where torch has none, the reference makes what one process does."""
+    """In the first forward; soft caps, which torch has none of on the CPU, are as in one process."""
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=256)).save_pretrained(tmp_path / "dropout")
     llama().save_pretrained(tmp_path / "heads")
     for folder, options, message in (

@@ -31,7 +31,6 @@ Loss = Callable[[nn.Module], Tensor]
 _CHECK = "check_model"
 
 
-
 class _Tolerance(NamedTuple):
     """By how much numbers may differ, relative to the largest of each.
 

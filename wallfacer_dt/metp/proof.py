@@ -74,9 +74,7 @@ _NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _passed: WeakKeyDictionary[ParallelStyle, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def once(
-    style: ParallelStyle, module: nn.Module, told: Any, device_type: str, trial: Callable[[], Found]
-) -> Found:
+def once(style: ParallelStyle, module: nn.Module, told: Any, device_type: str, trial: Callable[[], Found]) -> Found:
     """What a trial finds of a module, or has found under this style, and this autocast, of one that is like it.
 
     Args:

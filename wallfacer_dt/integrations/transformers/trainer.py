@@ -152,7 +152,7 @@ class ContextParallelTrainer(Trainer):
                 agree("a step's batches", [("how many", len(whole))], mesh)
             batches = [self._shard(batch)[0] for batch in whole]
             # Trainer counts labels over all ranks if the first batch has some.
-            told = [("how many", len(batches)), ("which have labels", ["labels" in batch for batch in batches])]
+            told = [("how many", len(batches)), ("which have labels", tuple("labels" in batch for batch in batches))]
             agree("a step's batches", told, self._everyone)
         batches, counted = super().get_batch_samples(iter(batches), len(batches), device)
         if batches and counted is not None and not int(counted):
@@ -263,7 +263,11 @@ class ContextParallelTrainer(Trainer):
                 inputs["labels"][counting:] = IGNORED
             shard, counted = self._shard(inputs)
             if not any(hear_all("a batch to evaluate", int(counted), self._everyone).values()):
-                return counted.new_full((), math.nan, dtype=torch.float32), None, None  # the mean of none, as in one process
+                return (
+                    counted.new_full((), math.nan, dtype=torch.float32),
+                    None,
+                    None,
+                )  # the mean of none, as in one process
         # Not that of another base, which may take the mean over this rank's tokens, as TRL's does.
         loss, _, _ = Trainer.prediction_step(self, model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
