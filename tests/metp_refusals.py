@@ -496,9 +496,10 @@ REFUSALS: dict[str, Callable[[], object]] = {
     ),
     "one rank's weight of another module": lambda: shared_on_one_rank(),
     "one rank's source": lambda: sent(FeedForward(), metp(check=False), dist.get_rank() // 3),
-    "one rank's layout": lambda: sent(
-        FeedForward(), metp(check=False, input_layouts=Shard(1) if dist.get_rank() else None)
+    "one rank's layout": lambda: apply(
+        FeedForward(), metp(check=False, input_layouts=Shard(1) if dist.get_rank() else None), with_tp()
     ),
+    "layouts without tp": lambda: apply(Attention(), attention(check=False, input_layouts=Shard(1))),
     "one rank's style": lambda: on_rank(
         3, lambda: sent(Attention(), attention(check=False)), lambda: sent(FeedForward(), metp(check=False))
     ),

@@ -445,6 +445,26 @@ def test_a_plan_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_what_does_not_count_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    model, run = replace(MODEL, ffn=512, vocab=100), make_plan(MODEL, SEQUENCE, CLUSTER).ranked[-1].candidate
+    Profile(CLUSTER, (Measured(model, SEQUENCE, run, 1e-9),)).save(path)
+    divided = f"--profile {path} --ffn 512 --vocab 100 --sequences 2"
+    for options, said in (
+        (divided, f"runs of {path} do not count with --sequences: divisions are ranked by its links"),
+        (f"{divided} --ffn 1024", ""),
+        (
+            "--ranks 2 --intra 1GB/s --inter 1GB/s --nics 4",
+            "one node, of 2 ranks, so that --inter, --nics did not",
+        ),
+        ("--ranks 2 --intra 1GB/s --inter 1GB/s --ranks-per-node 1", "one rank a node, so that --intra did not count"),
+        (WHERE, ""),
+    ):
+        assert main(["plan", *SHAPE.split(), *options.split()]) == 0
+        told = capsys.readouterr().err
+        assert said in told if said else not told
+
+
 @pytest.mark.parametrize(
     ("options", "of_heads", "linear"),
     [

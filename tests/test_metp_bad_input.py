@@ -109,6 +109,10 @@ MESSAGES = {
         "ValueError",
         "input_layouts and output_layouts must be the same on every rank of the mesh, got rank 0: (Replicate(), ",
     ),
+    "layouts without tp": (
+        "ValueError",
+        "input_layouts and output_layouts are of the axis 'tp', and the mesh has ('cp_ring', 'cp_team'): slice it ",
+    ),
     "one rank's style": (
         "ValueError",
         "got rank 0: METP applied, rank 1: METP applied, rank 2: METP applied, rank 3: attention of WallFacerParallel",

@@ -150,3 +150,24 @@ def test_table_2(p: int, n: int, tokens: int) -> None:
     assert inner.forward.payload + inner.backward.payload == 6 * (p - 1) * s * h // p
     weights = volume.forward.payload + volume.backward.payload - 6 * (p - 1) * s * h // p
     assert weights == 12 * (p - 1) * h * h // p + 4 * (p - 1) * h * h // p**2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "said"),
+    [
+        ({"model_dim": 4.5}, TypeError, r"model_dim must be an int, got 4\.5"),
+        ({"model_dim": 0}, ValueError, "model_dim must be at least 1, got 0"),
+        ({"out_dim": -8}, ValueError, "out_dim must be at least 1, got -8"),
+        ({"hidden": -4}, ValueError, "hidden must be at least 1, got -4"),
+        ({"axes": (2, 0)}, ValueError, "an axis must be at least 1, got 0"),
+        ({"biases": -1}, ValueError, "biases must be at least 0, got -1"),
+    ],
+)
+def test_sizes_that_there_are_not(sizes: dict, kind: type[Exception], said: str) -> None:
+    given = {"axes": (2,), "model_dim": 8, "hidden": 8} | sizes
+    with pytest.raises(kind, match=said):
+        feed_forward_volume(**given, dtype=torch.float32)
+    if not {"axes", "hidden", "biases"} & {*sizes}:
+        shape = {"batch": 1, "length": 8, "model_dim": 8, "heads": 2, "kv_heads": 1, "head_dim": 4} | sizes
+        with pytest.raises(kind, match=said):
+            metp_attention_volume(2, 1, **shape, dtype=torch.float32)

@@ -231,3 +231,16 @@ def test_a_scale_of_0_is_one() -> None:
     for options in ({}, {"window_size": (LENGTH, LENGTH)}):
         out = attention_oracle(q, k, v, torch.zeros_like(q), scale=0.0, **options).out
         assert worst_error([(out, v.mean(2, keepdim=True).expand_as(out))]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"document_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 7])}, "documents must be given once"),
+        ({"prefix_length": 3}, "prefix_length must go with is_causal=True, got 3"),
+    ],
+)
+def test_options_that_would_be_dropped_are_refused(options: dict, said: str) -> None:
+    q = torch.zeros(2, 1, LENGTH, 4)
+    with pytest.raises(ValueError, match=said):
+        attention_oracle(q, q, q, q, **options)

@@ -427,6 +427,8 @@ def test_documents_are_the_files_of_the_standard_library() -> None:
         (["--model", "tests", "--dim", "0"], "--dim must be at least 1, got 0"),
         (["--heads", "3", "--dim", "48"], "--heads 3 must be a multiple of --kv-heads 2"),
         (["--resume"], "--resume goes on from a checkpoint"),
+        (["--save-every", "7"], "--save-every, --keep and --save-sync are of checkpoints: say where they are"),
+        (["--save-sync"], "--save-every, --keep and --save-sync are of checkpoints: say where they are"),
         (["--sequence", "1"], "--sequence must be at least 2"),
     ],
 )

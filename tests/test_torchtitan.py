@@ -1090,6 +1090,8 @@ def refusals_of_calls() -> dict[str, str]:
         "forced balance": lambda: context_plan(with_mtp, order=order),
         "another layer": lambda: context_plan(own, order=order),
         "another model": lambda: context_plan(torch.nn.Linear(2, 2), order=order),
+        "a scale": lambda: context_plan(own, order=order, scale=0.05),
+        "a mask of its own": lambda: context_plan(own, order=order, is_causal=False),
         "no decoder": lambda: feed_forward_plan(torch.nn.Linear(2, 2)),
         "another feed-forward": lambda: feed_forward_plan(fused),
     }
@@ -1122,6 +1124,8 @@ def test_calls_that_are_refused(titans) -> None:
         "a score_mod": "score_mod=",
         "an out_transform": "of which only GPT-OSS's sinks are known",
         "twice": "FlexAttention is not one of torchtitan's inner attentions as they are made",
+        "a scale": "context_plan got an unexpected keyword argument 'scale', which it does not take",
+        "a mask of its own": "got an unexpected keyword argument 'is_causal', which it does not take",
         "forced balance": "routes tokens by their place",
         "another layer": "layers.1 has no attention.inner_attention, but ",
         "another model": "Linear is neither a Decoder nor a FluxModel",
@@ -1342,6 +1346,8 @@ def attend_by_main_branch(order: str, window: int, sizes: dict[str, int]) -> tup
             "score_mod": lambda: module(q, k, v, attention_metadata=metadata, score_mod=torch.add),
             "out_transform": lambda: module(q, k, v, attention_metadata=metadata, out_transform=torch.add),
             "inner": lambda: backend.context_attention(torch.nn.Linear),
+            "ulysses": lambda: backend.context_attention(VarlenInnerAttention, ulysses=0),
+            "rotate": lambda: backend.context_attention(VarlenInnerAttention, rotate="both"),
             "window": lambda: kind(kind.Config(window_size=(3, 3))),
         }
         said = {}
@@ -1371,6 +1377,8 @@ def test_the_interface_of_the_main_branch(titans, order: str, sizes: dict[str, i
             "score_mod": "attention was called",
             "out_transform": "of functions given a",
             "inner": "inner must be one of",
+            "ulysses": "ulysses must be at l",
+            "rotate": "rotate must be one o",
             "window": "window_size=(3, 3) i",
         }
 

@@ -234,6 +234,11 @@ def check_saving(saving: Saving) -> None:
     check_positive({"save_every": saving.save_every, "keep": saving.keep})
     if saving.resume and saving.checkpoint is None:
         raise RecipeError("--resume goes on from a checkpoint: say where they are, --checkpoint DIR")
+    if saving.checkpoint is None and saving != Saving():
+        raise RecipeError(
+            "--save-every, --keep and --save-sync are of checkpoints: say where they are, --checkpoint DIR, or leave "
+            "them out"
+        )
 
 
 def _check_schedule(settings: RunSettings, ring: int, team: int) -> None:

@@ -28,7 +28,7 @@ from wallfacer_dt.algorithms.head_groups import OUT, head_groups
 from wallfacer_dt.algorithms.heads import check_heads
 from wallfacer_dt.algorithms.volume import AttentionVolume, Volume, attention_volume
 from wallfacer_dt.kernels.merge import accumulation_dtype
-from wallfacer_dt.layout import shard_sizes
+from wallfacer_dt.layout import check_length, shard_sizes
 
 
 def feed_forward_volume(
@@ -54,9 +54,18 @@ def feed_forward_volume(
 
     Returns:
         Forward and backward.
+
+    Raises:
+        TypeError: a size is no int.
+        ValueError: sizes that are none.
     """
+    out_dim = model_dim if out_dim is None else out_dim
+    named = [("model_dim", model_dim), ("hidden", hidden), ("out_dim", out_dim), *(("an axis", axis) for axis in axes)]
+    for name, size in named:
+        check_length(size, name)
+    check_length(biases, "biases", least=0)
     sizes = shard_sizes(hidden, tuple(axes))
-    unit = model_dim * (2 if gated else 1) + biases + (model_dim if out_dim is None else out_dim)
+    unit = model_dim * (2 if gated else 1) + biases + out_dim
     hops, hop = len(sizes) - 1, max(sizes) * unit
     sent, home = hops * hop * dtype.itemsize, min(hops, 1) * hop * dtype.itemsize
     carried = max(hops - 1, 0) * hop * accumulation_dtype(dtype).itemsize
@@ -111,6 +120,8 @@ def metp_attention_volume(
         TypeError: a size is no int.
         ValueError: heads that do not divide, or what :func:`attention_volume` refuses.
     """
+    check_length(model_dim, "model_dim")
+    check_length(out_dim := model_dim if out_dim is None else out_dim, "out_dim")
     check_heads(heads, kv_heads)
     p = ring * team
     groups = head_groups(heads, kv_heads, head_dim, (ring, team), fused=fused)
@@ -120,7 +131,7 @@ def metp_attention_volume(
     n, m = groups[0].heads.counts
     chosen = attention(heads=n, kv_heads=m, rotate=rotate, rotate_forward=rotate_forward)
     rotations = {"rotate": chosen.rotate, "rotate_forward": chosen.rotate_forward}
-    inward, outward = model_dim + bias, model_dim if out_dim is None else out_dim
+    inward, outward = model_dim + bias, out_dim
     forward = backward = Volume(0, 0, 0)
     for group in groups:
         for owner, pieces in group.by_owner.items():

@@ -126,6 +126,11 @@ class WeightMesh:
             ValueError: on every rank: parameters or styles differ between ranks.
         """
         with refusing_together(self.name):
+            if self.tp_mesh is None and any(not isinstance(layout, Replicate) for layout in layouts):
+                raise ValueError(
+                    f"input_layouts and output_layouts are of the axis {TENSOR_AXIS!r}, and the mesh has "
+                    f"{self.mesh.mesh_dim_names}: slice it with {TENSOR_AXIS!r} last, or leave them out; got {layouts}"
+                )
             result = read()
             self._check_parameters(module, dims)
             style = {**told, "input_layouts and output_layouts": layouts, "src_data_rank": source}

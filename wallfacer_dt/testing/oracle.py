@@ -132,6 +132,10 @@ def visibility(
 
     They are on the CPU; a ``mask_mod`` is asked for positions on ``device``, where its own tensors are, or there, too.
     """
+    if cu_seqlens is not None and document_ids is not None:
+        raise ValueError("documents must be given once, got document_ids and cu_seqlens")
+    if prefix_length and not is_causal:
+        raise ValueError(f"prefix_length must go with is_causal=True, got {prefix_length} without it")
     i, j = torch.arange(q_length)[:, None], torch.arange(kv_length)
     seen = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
     if is_causal:

@@ -115,6 +115,14 @@ class Machines:
             cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, dtype, dims)
         )
 
+    def idle(self, cluster: Cluster) -> tuple[list[str], str] | None:
+        """Options of links that a cluster does not have, which were given, and why not; None if there are none."""
+        has_one, alone = cluster.ranks <= cluster.ranks_per_node, cluster.ranks_per_node == 1
+        across, within = ("inter", "inter_latency", "nics"), ("intra", "intra_latency")
+        given = [_option(name) for name in (*across * has_one, *within * alone) if getattr(self, name) is not None]
+        why = f"one node, of {cluster.ranks} ranks" if has_one else "one rank a node"
+        return (given, why) if given else None
+
     def measured(self, profile: Profile, dtype: torch.dtype, dims: tuple[int, int]) -> Where:
         """The cluster of a profile, with the memory that was said.
 

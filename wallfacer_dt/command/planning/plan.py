@@ -221,9 +221,14 @@ def plan(
     measured = None if profile is None else load_profile(profile)
     heads_of = sequence.dtype, known.shape.dims
     where = machines.cluster(*heads_of) if measured is None else machines.measured(measured, *heads_of)
+    if measured is None and (idle := machines.idle(where.cluster)):
+        _tell(f"there is {idle[1]}, so that {', '.join(idle[0])} did not count")
     if is_longest and where.cluster.memory is None:
         raise OptionError("--seq longest: the memory of a rank is not known; give --memory")
     if sequences is not None:
+        runs = () if measured is None else measured.measured
+        if any((one.model, one.sequence) == (known.shape, sequence) for one in runs):
+            _tell(f"runs of {profile} do not count with --sequences: divisions are ranked by its links and kernels")
         print_divided(known, sequence, sequences, where, asked, top, as_document=as_document)
         return
     with Console(stderr=True).status(f"planning for {where.cluster.ranks} ranks"):
@@ -238,8 +243,7 @@ def plan(
             raise OptionError(f"--{error.about}: {error}") from error
     figures = Figures.of(made, where, known)
     if measured is not None and all(one.measured is None for one in made.ranked):
-        note = f"{profile} has no run of this model and sequence: plans are ranked by its links and kernels"
-        typer.echo(f"wallfacer plan: {note}", err=True)
+        _tell(f"{profile} has no run of this model and sequence: plans are ranked by its links and kernels")
     if picture is not None:
         from wallfacer_dt.command.planning.picture import draw_plan
 
@@ -252,3 +256,7 @@ def plan(
         how = f"by bisection in steps of {unit}, is {'at least ' * (sequence.length + unit > MOST)}"
         console.print(f"the longest sequence of which a plan{asked_of(made)} fits, {how}{sequence.length} tokens")
     print_plan(made, figures, top, console)
+
+
+def _tell(what: str) -> None:
+    typer.echo(f"wallfacer plan: {what}", err=True)

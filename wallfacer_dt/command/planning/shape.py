@@ -56,7 +56,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory of a rank, like 80GB; what needs more is dropped. [default: of --cluster or --profile, or any]",
+        help="Memory of a rank, like 80GB; what needs more is dropped. [default: as known of the ranks, or any]",
     ),
 ]
 Asked = Annotated[

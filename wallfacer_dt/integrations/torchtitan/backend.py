@@ -18,8 +18,9 @@ from wallfacer_dt.compiler import untraced
 from wallfacer_dt.integrations.torchtitan import main_branch
 from wallfacer_dt.integrations.torchtitan.documents import Documents
 from wallfacer_dt.integrations.torchtitan.sinks import sinks_of
+from wallfacer_dt.layout import check_length
 from wallfacer_dt.mesh import name_of, split_context_axis
-from wallfacer_dt.options import WayKeywords
+from wallfacer_dt.options import WayKeywords, ways_of
 from wallfacer_dt.order import TokenOrder
 from wallfacer_dt.sequence import sequence_positions
 
@@ -54,6 +55,9 @@ def context_attention(
         raise ValueError(f"inner must be one of {', '.join(_WINDOWS)} of torchtitan, got {inner.__name__}")
     if order not in ("contiguous", "head_tail"):
         raise ValueError(f"order must be contiguous or head_tail, which torchtitan deals out, got {order!r}")
+    check_length(ulysses, "ulysses")
+    check_length(team, "team")
+    ways = ways_of("context_attention", options, own=("ulysses", "team", "order"))
     base = main_branch.base_class()
     meshes = _Meshes(ulysses, team, order)
 
@@ -98,7 +102,7 @@ def context_attention(
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THK, k_THK, v_THV))
             out = context_parallel_attention(
                 q, k, v, mesh, document_ids=attention_metadata.ids, sinks=sinks, is_causal=True,
-                window_size=self.window, scale=scale, order=token_order, **options,
+                window_size=self.window, scale=scale, order=token_order, **ways,
             )  # fmt: skip
             return out.squeeze(0).transpose(0, 1)
 

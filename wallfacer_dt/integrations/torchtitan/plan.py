@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from wallfacer_dt.integrations.torchtitan import upstream
 from wallfacer_dt.integrations.torchtitan.style import InnerAttentionParallel
 from wallfacer_dt.metp import METPParallel
-from wallfacer_dt.options import WayKeywords
+from wallfacer_dt.options import WayKeywords, ways_of
 from wallfacer_dt.order import TokenOrder
 
 
@@ -39,8 +39,10 @@ def context_plan(model: nn.Module, *, order: TokenOrder, **options: Unpack[PlanO
     Raises:
         ValueError: the model has something that would see a rank's tokens only, or an attention that is not known.
     """
+    check = options.pop("check", True)
+    ways = ways_of("context_plan", options, own=("order", "check"))
     if upstream.is_flux(model):
-        style = InnerAttentionParallel(order=order, **options)
+        style = InnerAttentionParallel(order=order, check=check, **ways)
         return {name: style for name, part in model.named_modules() if upstream.is_inner_attention(part)}
     if not isinstance(model, upstream.Decoder):
         raise ValueError(f"{type(model).__name__} is neither a Decoder nor a FluxModel of torchtitan")
@@ -50,8 +52,9 @@ def context_plan(model: nn.Module, *, order: TokenOrder, **options: Unpack[PlanO
     for key, outer, inner in upstream.attentions(model):
         window, has_masks = upstream.window_of(model, key, outer, inner), upstream.masks_documents(inner)
         if (window, has_masks) not in styles:
-            told: PlanOptions = {**options, "check": options.get("check", True) and not has_masks}
-            styles[window, has_masks] = InnerAttentionParallel(is_causal=True, window_size=window, order=order, **told)
+            styles[window, has_masks] = InnerAttentionParallel(
+                is_causal=True, window_size=window, order=order, check=check and not has_masks, **ways
+            )
         plan[f"layers.{key}.attention.inner_attention"] = styles[window, has_masks]
     return plan
 

@@ -263,11 +263,8 @@ class ContextParallelTrainer(Trainer):
                 inputs["labels"][counting:] = IGNORED
             shard, counted = self._shard(inputs)
             if not any(hear_all("a batch to evaluate", int(counted), self._everyone).values()):
-                return (
-                    counted.new_full((), math.nan, dtype=torch.float32),
-                    None,
-                    None,
-                )  # the mean of none, as in one process
+                nothing = counted.new_full((), math.nan, dtype=torch.float32)  # the mean of none, as in one process
+                return nothing, None, None
         # Not that of another base, which may take the mean over this rank's tokens, as TRL's does.
         loss, _, _ = Trainer.prediction_step(self, model, shard, prediction_loss_only, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
