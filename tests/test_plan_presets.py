@@ -903,3 +903,13 @@ def test_a_named_cluster_and_model_are_planned(capsys: pytest.CaptureFixture[str
     assert figures["mfu"] == flops / (first["seconds"] * 2 * 989e12)
     assert figures["tokens_per_second"] == 8192 / first["seconds"]
     assert sum(figures["memory"].values()) == first["memory"]
+
+
+def test_a_peak_in_16_bits_is_no_other_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --cluster h100x2 --model llama3-8b --layers 2 --seq 8k --causal --dtype float32 --kernel reference"
+    command += " --attention-speed 30TFLOPS --linear-speed 50TFLOPS --json"
+    assert main(command.split()) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures["mfu"] is figures["peak"] is None
+    assert main(f"{command} --peak-speed 67TFLOPS".split()) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["peak"] == 67e12

@@ -112,7 +112,7 @@ class Machines:
                 base.memory if base and self.memory is None else read_memory(self.memory), kernels,
             )  # fmt: skip
         return Where(
-            cluster, origins, self._peak(gpu), "" if gpu is None else self._described(gpu, kernels, dtype, dims)
+            cluster, origins, self._peak(gpu, dtype), "" if gpu is None else self._described(gpu, kernels, dtype, dims)
         )
 
     def idle(self, cluster: Cluster) -> tuple[list[str], str] | None:
@@ -157,7 +157,7 @@ class Machines:
         said = MEASURED | _of_others(profile, dtype, dims)
         if not cluster.kernels.launch:
             said |= {"launch": "none, as kernels and hosts are one"}
-        return Where(cluster, said, self._peak(None))
+        return Where(cluster, said, self._peak(None, dtype))
 
     def _named(self) -> tuple[GPU, int]:
         name = self.name or ""
@@ -273,9 +273,10 @@ class Machines:
                 said += f". With --kernel {name} attention's forward is at {format_speed(fastest.forward)} ({whose})"
         return said
 
-    def _peak(self, gpu: GPU | None) -> float | None:
+    def _peak(self, gpu: GPU | None, dtype: torch.dtype) -> float | None:
+        """As said, or a GPU's, which is known for 16 bits alone."""
         if self.peak_speed is None:
-            return None if gpu is None else gpu.peak
+            return gpu.peak if gpu is not None and dtype in HALF else None
         with naming("--peak-speed"):
             return parse_speed(self.peak_speed)
 

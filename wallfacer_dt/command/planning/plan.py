@@ -166,7 +166,9 @@ def plan(
     ] = None,
     peak_speed: Annotated[
         str | None,
-        typer.Option(metavar=_SPEED, help="Peak of a rank by its data sheet, for MFU. [default: of --cluster]"),
+        typer.Option(
+            metavar=_SPEED, help="Peak of a rank by its data sheet, for MFU. [default: of --cluster in 16 bits]"
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
