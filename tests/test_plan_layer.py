@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
@@ -460,6 +461,16 @@ def test_attention_alone_updates_nothing() -> None:
         beside = (lost(model, 256) + embedded(model, 256)) * bool(vocab)
         head = 6 * 256 * model.hidden * vocab / KERNELS.linear + beside
         assert step_of(layer, cost.ways).seconds == pytest.approx(model.layers * cost.seconds + head)
+
+
+def test_in_float64_twice_as_many_bytes_are_updated() -> None:
+    where = layer_of(Division(Candidate(1))).cluster
+    layers = [
+        Layer(Division(Candidate(1)), MODEL, replace(SEQUENCE, dtype=dtype), where)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    updated = [beside_attention(layer)["optimizer"] for layer in layers]
+    assert updated[1] == pytest.approx(2 * updated[0])
 
 
 def test_the_stage_with_most_weights_is_waited_for() -> None:

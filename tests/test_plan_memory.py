@@ -357,6 +357,18 @@ def test_stack(case: tuple[Candidate, ModelShape, SequenceShape], layers: Candid
             check_stack(stack, tokens, targets, said)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adams_moments_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Weights in 16 bits have them of what it updates, which is float32."""
+    weight = nn.Parameter(torch.ones(9, dtype=dtype))
+    adam = torch.optim.AdamW([weight])
+    weight.grad = weight.detach()
+    adam.step()
+    moments = sum(x.nbytes for x in adam.state[weight].values() if x.ndim)
+    said = stack_memory(Candidate(1), ModelShape(64, 4, ffn=192), SequenceShape(64, dtype=dtype))
+    assert said.optimizer / said.weights == moments / weight.nbytes
+
+
 def in_chunks(stack: nn.Module, vocab: int) -> None:
     """Have a stack take torchtitan's loss, of eight chunks, one after the other."""
     components = pytest.importorskip("torchtitan.components.loss")

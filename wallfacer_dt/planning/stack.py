@@ -36,7 +36,7 @@ from wallfacer_dt.planning.memory import attention_memory, projected_memory
 from wallfacer_dt.planning.model import LayerKind, ModelShape, SequenceShape, in_short, kinds_of_layers
 from wallfacer_dt.versions import PIPELINES_KEEP_BUFFERS
 
-_MOMENTS, _MASTER = 2 * 4, 4  # Adam's two in float32; of weights in 16 bits, what it updates
+_MOMENTS = 2  # of Adam
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class StackMemory:
     Attributes:
         weights: this rank's shards, in the sequence's dtype.
         gradients: of these, likewise.
-        optimizer: Adam's moments and, of weights in 16 bits, master weights, all in float32.
+        optimizer: Adam's moments and, of weights in 16 bits, master weights, all in the accumulation
+            dtype, which is float32, of float64 itself.
         gathered: FSDP's whole weights and gradients in use, and those that are reduced, when the most is held.
         kept: after the forward, what the backward needs: of all layers and, with a vocabulary, of the loss; of a
             pipeline what its stages send each other, too.
@@ -206,8 +207,9 @@ def _between_stages(layer: "_Layer", rank: int, in_flight: int) -> int:
 
 def _states(layer: "_Layer", rank: int) -> tuple[int, int, int]:
     """Bytes of a rank's weights, of their gradients and of the optimizer's states."""
-    mine, itemsize = rank_weights(layer.division, layer.model, rank), layer.sequence.dtype.itemsize
-    return mine * itemsize, mine * itemsize, mine * (_MOMENTS + _MASTER * (itemsize < _MASTER))
+    mine, narrow = rank_weights(layer.division, layer.model, rank), layer.sequence.dtype.itemsize
+    wide = accumulation_dtype(layer.sequence.dtype).itemsize
+    return mine * narrow, mine * narrow, mine * wide * (_MOMENTS + (narrow < wide))  # of 16 bits what it updates, too
 
 
 def _has_loss(division: Division, model: ModelShape, rank: int) -> bool:

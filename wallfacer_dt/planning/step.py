@@ -7,8 +7,8 @@ The loss reads logits twice, its backward once, and writes their gradient, as wh
 float32 on the way. The embedding reads and writes a row of a token; its backward reads a gradient's and adds it to a
 weight's, all of which begin as zeros. Clipping reads gradients for their norm, and reads and writes them
 (``torch.nn.utils.clip_grad_norm_``). AdamW reads a gradient, and reads and writes two moments and the weight: 28 bytes,
-in float32 as well as with master weights beside 16 bits. Without a feed-forward, where time is that of attention and of
-what a vocabulary needs, there are no weights.
+in float32 as well as with master weights beside 16 bits, and 56 in float64. Without a feed-forward, where time is that
+of attention and of what a vocabulary needs, there are no weights.
 
 Note [Pipelines]
 1F1B (Narayanan et al. 2021, section 2.2.1): a microbatch goes through all stages, and the others follow as the slowest
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from wallfacer_dt.kernels.merge import accumulation_dtype
 from wallfacer_dt.planning.candidates import Candidate
 from wallfacer_dt.planning.division import Division
 from wallfacer_dt.planning.elementwise import norm_bytes
@@ -38,8 +39,8 @@ from wallfacer_dt.planning.model import Kinds, LayerKind
 from wallfacer_dt.planning.stack import rank_weights
 from wallfacer_dt.planning.timeline import Compute, Event, Timeline, run
 
-_UPDATED, _CLIPPED = 28, 3
-"""Bytes that AdamW reads or writes of a weight, and how often clipping does its gradient."""
+_UPDATED, _CLIPPED = 7, 3
+"""Elements that AdamW reads or writes of a weight, in the accumulation dtype; and clipping, of its gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -328,8 +329,8 @@ def _once_of(layer: Layer, rank: int) -> tuple[float, float]:
             more = sum(one.copied(way) - way(dtype) * sum(one.weights) for way in (copied_out, copied_in))
             copied += own * (each * sum(one.weights) + more)
         copied += each * layer.vocabulary * (rank in (0, division.pipeline - 1))
-    merge = layer.cluster.kernels.merge
-    return copied / merge, (_UPDATED + _CLIPPED * dtype.itemsize) * mine / merge
+    merge, updated = layer.cluster.kernels.merge, _UPDATED * accumulation_dtype(dtype).itemsize
+    return copied / merge, (updated + _CLIPPED * dtype.itemsize) * mine / merge
 
 
 @dataclass(frozen=True, slots=True)
