@@ -6,7 +6,7 @@ in elements: a norm with the sum before it reads two rows and writes two, and it
 positions (rotary ones, whatever the model has) read and write queries and keys, each way; a latent's norm reads one row
 and writes one, and its backward reads two; an activation reads gate and up, or up alone, and writes one; its backward
 reads these and a gradient, and writes theirs and what the activation gave, again. Four layers on an H200 took 3.5 ms
-for what are 4.0 here, and 12 where nothing was compiled (docs/benchmarks/gpu_2026-11-26.md).
+for what are 3.6 here, and 12 where nothing was compiled (docs/benchmarks/gpu_2026-11-26.md).
 
 A mixture of experts reads and writes a row for each expert of a token, which takes it, reads what each gives, and
 writes their weighted sum. Its backward does the same the other way round, and reads what they gave once more, for the
