@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain, pairwise, product
 from operator import attrgetter, itemgetter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from tests.divided import HOSTS, KERNELS, MODEL, SEQUENCE, attentions_of, cluster, cost_of, costs_of, divided, layer_of
 from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
-from wallfacer_dt.planning import Candidate, PlanningError, stack
+from wallfacer_dt.planning import Candidate, PlanningError, dividing, stack
 from wallfacer_dt.planning.alive import Alive
 from wallfacer_dt.planning.candidates import CHECKPOINTS, attentions
 from wallfacer_dt.planning.dividing import (
@@ -669,6 +670,39 @@ def test_what_cannot_be_divided_is_refused_by_name(changes: dict, about: str, me
     with pytest.raises(PlanningError, match=message) as refused:
         divide(**given)
     assert refused.value.about == about
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "only"),
+    [
+        (4, 100, {}), (8, 3000, {"pipeline": 4}), (9, 0, {"pipeline": 4}), (9, 2000, {"pipeline": 2, "interleave": 2}),
+    ],
+)  # fmt: skip
+def test_the_least_that_is_needed_is_that_of_all(layers: int, vocab: int, only: dict[str, int | str]) -> None:
+    model, where, asked = (
+        replace(MODEL, layers=layers, vocab=vocab),
+        cluster(8, 4, memory=1),
+        Only.of(only, divides=True),
+    )
+    every = list(divisions(model, SEQUENCE, where, 4, groups=asked.groups))
+    search = _Search(model, SEQUENCE, where, asked)
+    for one in every:
+        search.add(one)
+    staged = (replace(one, last_less=n) for one, n in product(every, range(layers)) if n == 0 or one.pipeline > 1)
+    needed = [
+        least_memory(one, model, replace(SEQUENCE, batch=one.microbatch))
+        for one in staged if min(one.stage_layers(model)) > 0
+    ]  # fmt: skip
+    assert search.least_needed() == min(needed)
+
+
+def test_of_many_layers_few_stages_are_asked_for_what_they_need() -> None:
+    """As where somebody mistypes their number."""
+    model, where = replace(MODEL, layers=10_000), cluster(8, 4, memory=1000)
+    refused = pytest.raises(PlanningError, match=r"nothing fits: .* needs is 1\.31 GB or more")
+    with mock.patch.object(dividing, "least_memory", wraps=least_memory) as asked, refused:
+        divide(model, SEQUENCE, where, 8, only={"pipeline": 8})
+    assert asked.call_count < 50
 
 
 def test_what_is_no_request_is_refused() -> None:

@@ -376,9 +376,12 @@ class _Search:
             if 0 < self.least <= first:
                 break
             for less in range(self.model.layers if division.pipeline > 1 else 1):
-                one = replace(division, last_less=less)
-                if min(one.stage_layers(self.model)) > 0:
-                    self._fits(least_memory(one, self.model, self._taken(one)))
+                one, taken = replace(division, last_less=less), self._taken(division)
+                if min(one.stage_layers(self.model)) < 1:
+                    break
+                if 0 < self.least <= least_memory(one, self.model, taken, of_first=True):
+                    break  # with still less layers of the last stage the first has no fewer
+                self._fits(least_memory(one, self.model, taken))
         return self.least
 
     def run(self, keep: int) -> None:
