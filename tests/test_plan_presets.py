@@ -20,7 +20,7 @@ from tests.strategies import examples
 from wallfacer_dt import Cluster, Link, ModelShape, SequenceShape, plan
 from wallfacer_dt.command.app import main
 from wallfacer_dt.command.options import OptionError
-from wallfacer_dt.command.planning.config import _DENSE, TYPES
+from wallfacer_dt.command.planning.config import _DENSE, _LATENT, TYPES
 from wallfacer_dt.command.planning.flags import flags_of
 from wallfacer_dt.command.planning.machines import Machines
 from wallfacer_dt.command.planning.models import make_model
@@ -656,6 +656,25 @@ def test_weights_are_those_of_transformers(tmp_path: Path, kind: str, dense: int
     shape = make_model(str(tmp_path / "config.json")).shape
     assert shape.dense_layers == dense
     assert sum(matrices.values()) == matrices_of(shape)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in ("gpt2", *_LATENT)])
+def test_null_is_what_transformers_takes_it_for(tmp_path: Path, kind: str, key: str) -> None:
+    """Of some types it is refused, as it is there."""
+    transformers, errors = pytest.importorskip("transformers"), pytest.importorskip("huggingface_hub.errors")
+    config = MIXTRAL | {"model_type": kind, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config |= {"head_dim": 24, "num_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 40}
+    config |= {"n_shared_experts": 1, "intermediate_size": 64, key: None}
+    try:
+        theirs = transformers.AutoConfig.for_model(**config)
+    except errors.StrictDataclassFieldValidationError:
+        with pytest.raises(OptionError, match=f"{key} is missing"):
+            make_model(written(tmp_path, config))
+        return
+    shape = make_model(written(tmp_path, config)).shape
+    assert shape.keys == theirs.num_key_value_heads
+    assert shape.dim == (getattr(theirs, "head_dim", None) or 96 // 6)
 
 
 @pytest.mark.parametrize("config", WINDOWS, ids=str)

@@ -40,6 +40,8 @@ _MAY_BE_MISSING = {
         "qwen2", "qwen3_moe", "smollm3",
     ),
 }  # fmt: skip
+# The same where null is said, which of other types transformers refuses.
+_MAY_BE_NULL = {"kv_heads": ("qwen2", "qwen3", "seed_oss", "smollm3"), "head_dim": ("seed_oss",)}
 # Which types have a window, and of how many tokens, itself among them, where nothing is said.
 _WINDOWS = {
     "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128, "ministral": 4096, "mistral": 4096, "mixtral": None,
@@ -106,6 +108,8 @@ def read_config(path: str) -> KnownModel:
         if value is None and name == "ffn" and kind == "gpt2":
             value = 4 * sizes["hidden"]
         if value is None and kind in _MAY_BE_MISSING.get(name, ()):
+            continue
+        if value is None and key in config and kind in _MAY_BE_NULL.get(name, ()):
             continue
         if value is None:
             raise ValueError(f"{path}: {' or '.join(keys)} is missing")
