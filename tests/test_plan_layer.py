@@ -735,6 +735,20 @@ def test_a_pipelines_weights_come_once_and_gradients_leave_once() -> None:
     assert times[2] == pytest.approx(3 * stage + exposed + update + copied)
 
 
+def test_the_output_projection_comes_to_the_last_stage_alone() -> None:
+    """The first one waits for the embedding, a layer, and the rest of another; last for gradients of each."""
+    division = Division(Candidate(1), shards=2, pipeline=2, microbatches=2)
+    seconds = []
+    for intra in (Link(1e6), Link(1e40)):
+        layer = Layer(division, MODEL, SEQUENCE, Cluster(4, 2, intra, Link(1e40), kernels=KERNELS))
+        seconds.append(step_of(layer, cost_of(layer).ways).seconds)
+    weights = MODEL.attention_weights + MODEL.ffn_weights
+    gather, ends = weights / 1e6, MODEL.vocab * MODEL.hidden / 1e6
+    forward = cost_of(layer).forward.compute + 2 * 256 * weights / KERNELS.linear + touched(MODEL, 256)[0]
+    assert gather > forward
+    assert seconds[0] - seconds[1] == pytest.approx(ends + gather + (gather - forward) + 2 * (ends + 2 * gather))
+
+
 def test_attention_shares_its_links_with_weights() -> None:
     """Ulysses' exchange takes up to twice as long while weights come, and everything else that long alone."""
     model, sequence = ModelShape(64, 4, ffn=4096), SequenceShape(512)

@@ -259,6 +259,7 @@ def _steps(layer: Layer, ends: "_Ends", forward: _OneLayer, backward: _OneLayer)
         return ends.layer_weights[first].seconds + sum(
             times * (forward(sent).seconds - still[sent.beside].seconds)
             for sent, times in _sent_beside(layer, kinds[rank])[0].items()
+            if rank == last or sent.gathered != "vocabulary"  # the output projection's, which is the last one's
         )
 
     ranks = [of_layers(one, rank) + 2 * division.interleave * ends.activations for rank in range(division.pipeline)]
