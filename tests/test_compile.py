@@ -7,7 +7,9 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from recipes.train_bytes.model import Attention, Block, ByteGPT, ModelConfig, ro
 from tests.cases import Case, Inner, draw_extras, mesh_of, per_head, prepare, told
 from tests.pairwise import few, tiers
 from wallfacer_dt import RingParallel, TokenOrder, WallFacerParallel, sequence_positions, shard_sequence
+from wallfacer_dt.autocast import operator_body
 from wallfacer_dt.testing import RankPool, count_collectives, worst_error
 
 pytestmark = pytest.mark.ranks
@@ -746,3 +749,16 @@ def test_collectives_are_counted_round_a_compiled_call(ranks: Ranks) -> None:
         assert eager[0] == eager[2] == 1
         assert min(eager) > 0
         assert max(errors) < 1e-6
+
+
+def test_what_compares_calls_is_in_no_cuda_graph() -> None:
+    """By its tag Inductor leaves an operator out of the graphs that it captures; in others' it refuses to be."""
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("wallfacer_dt::")]
+    tags = {name: getattr(torch.ops.wallfacer_dt, name.partition("::")[2]).default.tags for name in ops}
+    tagged = {name for name in ops if torch.Tag.cudagraph_unsafe in tags[name]}
+    assert {*ops} - tagged <= {"wallfacer_dt::metp_met"}  # which only hands on
+    assert len(tagged) >= 6
+    captured = mock.patch.multiple(torch.cuda, is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
+    with captured, pytest.raises(NotImplementedError, match="cannot be captured in a CUDA graph"):
+        operator_body(lambda x: x)(SimpleNamespace(is_cuda=True))
+    assert operator_body(lambda x: x)(SimpleNamespace(is_cuda=True, device=torch.device("cpu"))) is not None

@@ -49,11 +49,18 @@ def operator_body(body: Callable[..., Any]) -> Callable[..., Any]:
     """An operator's body, whose own operations autocast leaves alone: it accumulates in a dtype of its choice.
 
     What it gives are no views, even of what it made, so that it can be written into, as SDPA's output can. All calls
-    that have been posted are looked at before it returns; see Note [Comparing calls].
+    that have been posted are looked at before it returns; see Note [Comparing calls]. To be captured in a CUDA graph it
+    refuses (NotImplementedError): a replay would compare nothing, and have the documents and masks of the capture.
     """
 
     @wraps(body)
     def run(x: Tensor, *rest: Any) -> Any:
+        if x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "context-parallel attention and METP cannot be captured in a CUDA graph, got a stream that is being "
+                "captured: ranks compare calls, and documents and masks are read, on the host; leave them out of the "
+                "graph, as torch.compile does"
+            )
         with below_views():
             if not is_autocast_on_anywhere() or not is_autocast_on(x.device.type):
                 result = body(x, *rest)

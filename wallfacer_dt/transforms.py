@@ -33,9 +33,10 @@ def operator(name: str, body: Callable[..., Any], schema: str, fake: Callable[..
     """Make an operator, as ``torch.library.custom_op`` does, but for what that looks up and checks at every call.
 
     The schema is without name and defaults (torch fills these in slowly); what the body returns are new tensors. It
-    communicates, so that Inductor keeps its place; see Note [One order on all ranks].
+    communicates, so that Inductor keeps its place; see Note [One order on all ranks]. It is in no CUDA graph of
+    Inductor's, whose replays would compare nothing, and have the documents and masks of when it was captured.
     """
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
     _library.impl(name, opaque(body), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wallfacer_dt::{name}", fake, lib=_library)
     op = getattr(torch.ops.wallfacer_dt, name).default

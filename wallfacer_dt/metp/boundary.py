@@ -275,9 +275,13 @@ def _compare_along_tp(x: Tensor, shape: Sequence[int], kind: str, name: str, tp_
         agree("METP entered alike", (), name, x=x)
 
 
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # ranks compare calls, which the replay of a CUDA graph would leave out
+
+
 @torch.library.custom_op(
     "wallfacer_dt::metp_entered",
     mutates_args=(),
+    tags=_TAGS,
     schema="(Tensor x, SymInt[] shape, str kind, str name, str tp_name) -> Tensor",
 )
 def _entered(x: Tensor, shape: Sequence[int], kind: str, name: str, tp_name: str) -> Tensor:
@@ -332,6 +336,7 @@ def _met_in_graph(x: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op(
     "wallfacer_dt::metp_met_backward",
     mutates_args=(),
+    tags=_TAGS,
     schema="(Tensor grad, Tensor number, str what, str name) -> Tensor",
 )
 def _met_backward(grad: Tensor, number: Tensor, what: str, name: str) -> Tensor:
