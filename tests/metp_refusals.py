@@ -389,6 +389,12 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "one dim": lambda: feed_forward(x(D)),
     "another dtype": lambda: feed_forward(x(dtype=torch.float64)),
     "another device": lambda: feed_forward(x(device="meta")),
+    "weights that were never loaded": lambda: called(
+        apply(without_bias(FeedForward()).to("meta"), metp(check=False)), x()
+    ),
+    "attention's weights that were never loaded": lambda: called(
+        apply(without_bias(Attention(), "o").to("meta"), attention(check=False)), x()
+    ),
     "tokens that are replicated": lambda: feed_forward(distributed(Shard(1), Replicate())),
     "a sum": lambda: feed_forward(distributed(Shard(1), Partial())),
     "a DTensor by its last dim": lambda: feed_forward(

@@ -255,6 +255,14 @@ MESSAGES = {
     "one dim": ("ValueError", "x must have shape (..., tokens, 6), got (6,)"),
     "another dtype": ("TypeError", "x and the weights must have one dtype, got torch.float64 and torch.float32"),
     "another device": ("ValueError", "x must be on the mesh's device type 'cpu', got meta"),
+    "weights that were never loaded": (
+        "ValueError",
+        "up.weight must be on the mesh's device type 'cpu', got meta: load",
+    ),
+    "attention's weights that were never loaded": (
+        "ValueError",
+        "q.weight must be on the mesh's device type 'cpu', got meta: load",
+    ),
     "tokens that are replicated": (
         "ValueError",
         "x must have its tokens sharded on axis 'cp_team', over which METP shards weights",

@@ -753,3 +753,33 @@ def test_what_could_not_be_sent_may_be_tried_again() -> None:
         with failing, pytest.raises(RuntimeError, match="out of memory"):
             applied(module, metp())
         applied(module, metp())
+
+
+class OfDocuments(Attention):
+    """That wants to be told its documents."""
+
+    def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:
+        return super().forward(x) + 0 * document_ids.sum()
+
+
+@pytest.mark.parametrize(
+    "options", [{"check": False}, {"example": lambda n: ((), {"document_ids": torch.zeros(1, n).long()})}]
+)
+def test_documents_are_told_by_name_where_a_module_wants_them(options: dict[str, Any]) -> None:
+    with fake_world(1, 0):
+        module = OfDocuments()
+        x, ids = torch.randn(1, 5, 6), torch.tensor([[0, 0, 1, 1, 1]])
+        expected = torch.cat([Attention.forward(module, part) for part in x.split([2, 3], 1)], 1)
+        applied(module, attention(**options))
+        assert worst_error([(module(x, document_ids=ids), expected)]) < 1e-6
+
+
+class Returning(FeedForward):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+def test_a_feed_forward_that_says_that_it_returns_a_tuple_is_refused() -> None:
+    """Whose caller would unpack a batch of two."""
+    with fake_world(1, 0), pytest.raises(ValueError, match=r"Returning says that it returns a tuple.*: it is none"):
+        applied(Returning(), metp(check=False))

@@ -167,7 +167,20 @@ def test_sizes_that_there_are_not(sizes: dict, kind: type[Exception], said: str)
     given = {"axes": (2,), "model_dim": 8, "hidden": 8} | sizes
     with pytest.raises(kind, match=said):
         feed_forward_volume(**given, dtype=torch.float32)
-    if not {"axes", "hidden", "biases"} & {*sizes}:
-        shape = {"batch": 1, "length": 8, "model_dim": 8, "heads": 2, "kv_heads": 1, "head_dim": 4} | sizes
-        with pytest.raises(kind, match=said):
-            metp_attention_volume(2, 1, **shape, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "said"),
+    [
+        ({"model_dim": 4.5}, TypeError, r"model_dim must be an int, got 4\.5"),
+        ({"model_dim": -1}, ValueError, "model_dim must be at least 0, got -1"),
+        ({"ring": 0}, ValueError, "ring must be at least 1, got 0"),
+        ({"ring": 2.0}, TypeError, r"ring must be an int, got 2\.0"),
+        ({"team": -1}, ValueError, "team must be at least 1, got -1"),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+    ],
+)
+def test_attention_of_sizes_that_there_are_not(sizes: dict, kind: type[Exception], said: str) -> None:
+    shape = {"batch": 1, "length": 8, "model_dim": 8, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    with pytest.raises(kind, match=said):
+        metp_attention_volume(**({"ring": 2, "team": 1} | shape | sizes), dtype=torch.float32)

@@ -120,8 +120,11 @@ def metp_attention_volume(
         TypeError: a size is no int.
         ValueError: heads that do not divide, or what :func:`attention_volume` refuses.
     """
-    check_length(model_dim, "model_dim")
-    check_length(out_dim := model_dim if out_dim is None else out_dim, "out_dim")
+    out_dim = model_dim if out_dim is None else out_dim
+    for name, size in (("ring", ring), ("team", team), ("head_dim", head_dim)):
+        check_length(size, name)
+    for name, size in (("model_dim", model_dim), ("out_dim", out_dim)):
+        check_length(size, name, least=0)
     check_heads(heads, kv_heads)
     p = ring * team
     groups = head_groups(heads, kv_heads, head_dim, (ring, team), fused=fused)

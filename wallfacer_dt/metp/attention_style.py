@@ -40,7 +40,7 @@ from wallfacer_dt.metp.proof import (
     small_inputs,
     where_it_runs,
 )
-from wallfacer_dt.metp.rotation import Arguments, Rotary, Rotation
+from wallfacer_dt.metp.rotation import DOCUMENTS, Arguments, Rotary, Rotation
 from wallfacer_dt.styles import RingParallel, WallFacerParallel
 from wallfacer_dt.unmatched import name_in_plan
 from wallfacer_dt.validation import check_call
@@ -206,7 +206,7 @@ class METPAttentionParallel(AttentionStyle):
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             x, args, kwargs = rotary.parameters.split(args, kwargs)
-            documents = {name: kwargs.pop(name, None) for name in ("document_ids", "cu_seqlens")}
+            documents = {name: kwargs.pop(name, None) for name in DOCUMENTS}
             cos = sin = None
 
             def check() -> None:
@@ -264,7 +264,7 @@ class METPAttentionParallel(AttentionStyle):
         _, (length, _) = shortened(self.attention.options, None, 1)
         calls = self._calls(rotary, length)
         if not self.check:
-            check_returns_one(module, type(self).__name__)
+            check_returns_one(module, type(self).__name__, "leave check=False out, and give example=")
             return rotary if self.example is None else rotary.as_in(module, calls[0])
         dim = linear(module, self.projections[0]).in_features
 
@@ -315,7 +315,8 @@ class METPAttentionParallel(AttentionStyle):
             weights = [inputs[f"{name}.weight"] for name in self.projections]
             biases = [inputs.get(f"{name}.bias") for name in self.projections]
             tensors = self._in_order(weights, inputs[f"{self.output}.weight"], biases)
-            found = rotary.as_in(module, (args, kwargs)).angles(module, args, kwargs, x)
+            named = {name: value for name, value in kwargs.items() if name not in DOCUMENTS}
+            found = rotary.as_in(module, (args, named)).angles(module, args, named, x)
             angles = (None if angle is None else angle.to(x.device) for angle in found)
             x, *tensors = as_computed(x, *tensors)
             options = alone.resolve(shaped(x, block))

@@ -162,6 +162,11 @@ class Boundary:
             self._check_layouts(x)
         self.weights.check_shards(self.shards, parts)
         for name, part in parts.items():
+            if part.device.type != device_type:
+                raise ValueError(
+                    f"{name} must be on the mesh's device type {device_type!r}, got {part.device}: load or move the "
+                    "module's weights"
+                )
             if computed_dtype(part.dtype, device_type) != computed_dtype(x.dtype, device_type):
                 raise TypeError(f"x and the weights must have one dtype, got {x.dtype} and {part.dtype} of {name}")
         if isinstance(x, DTensor):

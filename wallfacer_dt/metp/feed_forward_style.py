@@ -22,6 +22,7 @@ from wallfacer_dt.metp.modules import (
     Parameters,
     check_names,
     check_projections,
+    check_returns_one,
     described,
     linear,
     needing_gradients,
@@ -128,7 +129,9 @@ class METPParallel(ParallelStyle):
         if len(set(units)) > 1:
             names = ", ".join([*self._inward, self.down])
             raise ValueError(f"{who}: {names} must have as many hidden units, got {units}")
-        if self.check:
+        if not self.check:
+            check_returns_one(module, who, "it is none of these")
+        else:
             told = units[0], self.activation, *self._inward, self.down
             once(self, module, told, device_type, lambda: self._check_module(module, who, device_type, units[0]))
         return units[0]

@@ -23,6 +23,9 @@ and one of the second (GPT-NeoX, Hugging Face)."""
 
 # What calls hand through, and was seen to do nothing where a module was tried with some.
 _POSITIONS = ("position_ids",)
+DOCUMENTS = ("document_ids", "cu_seqlens")
+"""What attention is told by name at a call, whatever the module takes."""
+
 _NOTHING_NAMED = Parameters("x", (), (), {}, any_positional=False, any_named=False)
 
 
@@ -60,11 +63,14 @@ class Rotary:
 
     def of(self, module: nn.Module) -> "Rotary":
         """The same, for a module whose arguments have these names."""
-        return replace(self, parameters=Parameters.of(module))
+        parameters = Parameters.of(module)
+        return replace(
+            self, parameters=replace(parameters, defaults={**parameters.defaults, **dict.fromkeys(DOCUMENTS)})
+        )
 
     def as_in(self, module: nn.Module, call: Arguments) -> "Rotary":
         """The same, for calls of a module like this one."""
-        given = self.parameters.given(*call)
+        given = {name: value for name, value in self.parameters.given(*call).items() if name not in DOCUMENTS}
         if self.rotation is not None:
             found_in = tuple(name for name in given if self._is_read(module, call, name))
             tried = {name: value for name, value in given.items() if name not in found_in}
