@@ -81,12 +81,14 @@ def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    cores = {"SLURM_CPUS_PER_TASK": "64"}
     told = {"SLURM_NNODES": "4", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST": "node[7-10]"}
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", str(SCRIPT)], env=told | paths, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", str(SCRIPT)], env=told | cores | paths, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    first, program, *arguments = done.stdout.split("\0")[:-1]
-    assert (first, program) == ("--kill-on-bad-exit=1", "torchrun")
+    *options, program = done.stdout.split("\0")[:4]
+    assert (options, program) == (["--kill-on-bad-exit=1", "--cpus-per-task", "64"], "torchrun")
+    arguments = done.stdout.split("\0")[4:-1]
     config, settings, saving = launched(monkeypatch, arguments)
     assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("c10d", "node7:29500", "17.1")
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (4, 4, 8)

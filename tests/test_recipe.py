@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from recipes.finetune_hf.settings import Settings as FineTuning
 from recipes.train_bytes.__main__ import main
 from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.settings import Settings, check_settings
+from recipes.training.command import spelled
 from recipes.training.compare import compare
 from recipes.training.demo import RunError
 from recipes.training.gradients import WholeGradients
@@ -275,7 +277,20 @@ def test_a_norm_that_is_none_is_infinitely_wrong() -> None:
     """Wherever it stands: neither of the steps, nor of the runs, need it be the first."""
     for runs in ((run(), run(grad_norms=(1.0, math.nan, 1.0))), (run(grad_norms=(1.0, math.nan, 1.0)), run())):
         assert compare(runs).largest_grad_norm_difference == math.inf
-        assert compare(runs).failures == ("a gradient norm at step 2 is not finite",)
+        assert compare(runs).failures == ("a gradient norm at step 2 is not finite, or 0 in one run alone",)
+
+
+def test_the_seconds_of_a_step_are_of_those_that_were_made_here() -> None:
+    assert run(seconds=(9.0, 4.0, 4.0, 7.0, 1.0, 1.0), first=3).step_seconds == 1.0
+    assert run(seconds=(9.0, 4.0, 4.0, 1.0), first=3).step_seconds == 1.0
+    assert run(seconds=(9.0, 4.0, 4.0), first=3).step_seconds == run(seconds=(9.0, 4.0, 4.0)).step_seconds == 4.0
+
+
+def test_a_keyword_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes").mkdir()
+    options = {each.partition("=")[0]: each for each in spelled(FineTuning(tokenizer="bytes"))}
+    assert options["--tokenizer"] == "--tokenizer=bytes"
 
 
 @pytest.mark.parametrize("tied", [True, False])

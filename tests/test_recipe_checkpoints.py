@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +21,9 @@ from recipes.train_bytes.model import ByteGPT, ModelConfig
 from recipes.train_bytes.train import MeanLoss
 from recipes.training import manifest
 from recipes.training import ranks as joining
+from recipes.training.checkpoint import Checkpoints
 from recipes.training.record import remove_earlier
+from recipes.training.settings import RecipeError
 from tests.recipes import SMALL, losses, recipe_here, recipe_on_rank
 from wallfacer_dt.testing import RankPool, worst_error
 
@@ -145,8 +148,31 @@ def test_a_weight_that_is_never_used_is_kept(tmp_path: Path, monkeypatch: pytest
     assert recipe_here(keeping(tmp_path, every=4)) == 0
     uninterrupted = losses(tmp_path / "out")
     end_at(tmp_path, 4)
+    without, load = [], Checkpoints._load
+
+    def loaded(checkpoints: Checkpoints, *args: Any) -> Any:
+        history, state = load(checkpoints, *args), checkpoints._trainer.optimizer.state
+        without.append([name for name, p in checkpoints._trainer.model.named_parameters() if p not in state])
+        return history
+
+    monkeypatch.setattr(Checkpoints, "_load", loaded)
     assert recipe_here(keeping(tmp_path, "--resume", every=4)) == 0
     assert losses(tmp_path / "out") == uninterrupted
+    assert without == [["unused"]]  # of whose first step AdamW is to know of no other
+
+
+def test_what_is_no_folder_of_its_own_is_no_checkpoint(copied: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A link to one is, and goes when it is the oldest, but not what it leads to; what cannot be removed stays."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "step_4"
+    end_at(copied, 8)
+    (copied / "kept" / "step_4").rename(elsewhere)
+    (copied / "kept" / "step_4").symlink_to(elsewhere)
+    (copied / "kept" / "step_11").write_bytes(b"")
+    with mock.patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied")) as removing:
+        assert recipe_here(keeping(copied, "--resume", every=4, keep=1)) == 0
+    assert removing.called
+    assert names(copied) == ["step_11", "step_12", "step_8"]
+    assert elsewhere.is_dir()
 
 
 def test_what_was_cut_off_while_it_was_written_is_removed(copied: Path) -> None:
@@ -214,6 +240,9 @@ def test_what_an_earlier_run_left_does_not_pass_for_this_one_s(tmp_path: Path) -
     for _ in range(2):
         remove_earlier(tmp_path)
         assert [name for name in (*left, *others) if (tmp_path / name).exists()] == others
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(RecipeError, match=r"--out: .*run\.json of an earlier run cannot be removed: Is a directory"):
+        remove_earlier(tmp_path)
 
 
 def test_where_none_is_whole_nothing_starts(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -389,7 +418,7 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(manifest, "FORMAT", 2)
     manifest.write(tmp_path, {}, {})
     monkeypatch.undo()
-    with pytest.raises(manifest.BrokenError, match="is of format 2, this is format 1"):
+    with pytest.raises(ValueError, match="is of format 2, this is format 1"):  # and not called broken
         manifest.read(tmp_path)
 
 

@@ -16,8 +16,9 @@ checkpoints=${CHECKPOINTS:-$SLURM_SUBMIT_DIR/checkpoints}
 # Not `head -n 1`, which would end scontrol by SIGPIPE where there are many machines.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 
+# srun does not take over what sbatch was told of cores.
 # A job that is queued again has its number still, but must not meet what is left of its first run.
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
   --rdzv-backend c10d --rdzv-endpoint "$first:29500" --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
   -m recipes.train_bytes --ring 4 --team 8 --heads 16 --sequence 131072 --steps 10000 \

@@ -223,7 +223,11 @@ class Checkpoints:
         partial.rename(self._saving.checkpoint / f"step_{fields['step']}")
         manifest.sync(self._saving.checkpoint)
         for name in _steps_in(self._saving.checkpoint)[self._saving.keep :]:
-            shutil.rmtree(self._saving.checkpoint / name)
+            old = self._saving.checkpoint / name
+            try:
+                old.unlink() if old.is_symlink() else shutil.rmtree(old)
+            except OSError as error:  # no reason to end a run, whose newest is whole
+                self._say(f"--keep: {old} cannot be removed: {first_line(error)}")
 
     def _whole(self, folder: Path) -> dict[str, Any]:
         """What a checkpoint's manifest says, after every file has been read by some rank (BrokenError)."""
@@ -256,6 +260,11 @@ class Checkpoints:
         # What is no tensor, as weight decay, is that of the settings.
         whole = get_optimizer_state_dict(model, optimizer, options=_FLAT) | state["optimizer"]
         set_optimizer_state_dict(model, optimizer, whole, options=_FLAT)
+        # Of such a weight the new one has made a step, by which its first would be another.
+        known = {name.rpartition(".")[0] for name in state["optimizer"]}
+        for name, weight in model.named_parameters():
+            if name in state["model"] and f"state.{name}" not in known:
+                optimizer.state.pop(weight, None)
         self._batches.load_state_dict(fields["batches"])
         if same:
             _set_random_states(state["rng"][str(self._launch.rank)], self._trainer.ranks.device)
@@ -335,7 +344,8 @@ def _set_aside(folder: Path) -> None:
 def _steps_in(folder: Path | None) -> list[str]:
     """Names of checkpoints, the newest first."""
     assert folder is not None
-    found = ((int(match[1]), path.name) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
+    steps = ((path, match) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
+    found = ((int(match[1]), path.name) for path, match in steps if path.is_dir())
     return [name for _, name in sorted(found, reverse=True)]
 
 

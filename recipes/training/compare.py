@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def largest_grad_norm_difference(self) -> float:
-        """The largest over the steps, relative; infinite if any norm was not finite."""
+        """The largest over the steps, relative; infinite if any norm was not finite, or 0 in one run alone."""
         return max(self.grad_norm_differences)
 
 
@@ -96,7 +96,7 @@ def _norm_failures(differences: Sequence[float]) -> list[str]:
         return []
     first = steps[0]
     if differences[first - 1] == math.inf:
-        return [f"a gradient norm at step {first} is not finite"]
+        return [f"a gradient norm at step {first} is not finite, or 0 in one run alone"]
     return [f"gradient norms differ by {differences[first - 1]:.1e} of themselves at step {first}"]
 
 

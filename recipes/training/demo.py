@@ -83,6 +83,7 @@ def compare_runs(
         raise RecipeError(f"--timeout must be finite and above 0, got {options.timeout}")
     make_folder(out)
     for folder in (out, *(out / folder_of(each) for each in settings)):
+        make_folder(folder)
         remove_earlier(folder)
     console = Console(highlight=False, soft_wrap=True)
     console.print(title, markup=False)
@@ -93,9 +94,9 @@ def compare_runs(
         print(f"{recipe}: {failure}", file=sys.stderr)
         return 1
     comparison = compare(runs)
+    print_comparison(console, runs, comparison)  # first: a disk may be full
     write_comparison(out / "run.json", runs, comparison)
     draw(out / "curves.png", runs, comparison)
-    print_comparison(console, runs, comparison)
     written = [out / "run.json", out / "curves.png", *(out / folder_of(settings[0]) / name for name in pictures)]
     console.print(f"Written: {', '.join(map(str, written))}", markup=False)
     return 1 if comparison.failures else 0

@@ -94,7 +94,7 @@ def train_steps(
             checkpoints.keep(history)
     checkpoints.finish()
     note_progress("the end")
-    run = _record(trainer, name, history, traffic, tokens=tokens, text=data, unit=unit)
+    run = _record(trainer, name, history, traffic, first=first, tokens=tokens, text=data, unit=unit)
     if shown:
         # Before what a recipe leaves beside it, which may not fit on a disk.
         with writing(output, "run.json"):

@@ -56,7 +56,8 @@ def read(folder: Path) -> tuple[dict[str, Any], Files]:
     """The fields and files that a manifest lists.
 
     Raises:
-        BrokenError: there is none, or it is not as it was written, or of another format.
+        BrokenError: there is none, or it is not as it was written.
+        ValueError: it is whole, and of another format.
         OSError: it cannot be read, which says nothing of how it was written.
     """
     try:
@@ -71,7 +72,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Files]:
     if not isinstance(whole, dict) or whole.pop("sha256", None) != _digest(whole):
         raise BrokenError(f"{NAME} is not as it was written")
     if whole["format"] != FORMAT:
-        raise BrokenError(f"{NAME} is of format {whole['format']}, this is format {FORMAT}")
+        raise ValueError(f"{folder / NAME} is of format {whole['format']}, this is format {FORMAT}")
     return whole["fields"], {name: (size, digest) for name, (size, digest) in whole["files"].items()}
 
 

@@ -70,6 +70,7 @@ class Run:
         losses: mean loss of each step over all ranks, in `unit`.
         grad_norms: norm of the whole gradient of each step before clipping.
         seconds: wall-clock seconds of each step on rank 0, the first with the counting of bytes.
+        first: of the steps, the one that was the first to be made here, rather than found in a checkpoint.
         forward: what attention and METP received forward in the first step that was made here; None where no sequence
             was shared, or none was left to make.
         backward: what it received backward, likewise.
@@ -89,6 +90,7 @@ class Run:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     seconds: tuple[float, ...]
+    first: int = 0
     forward: Traffic | None = None
     backward: Traffic | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -101,8 +103,8 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """Median seconds of a step, without the first (which warms up and counts) if it can be."""
-        return statistics.median(self.seconds[1:] or self.seconds)
+        """Median seconds of a step made here, without the first (which warms up and counts), if there are such."""
+        return statistics.median(self.seconds[self.first + 1 :] or self.seconds[self.first :] or self.seconds)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Run:
@@ -162,9 +164,15 @@ def remove_earlier(out: Path) -> None:
     """Remove what a run or demo before this one left in its folder, which would pass for this one's if it fails.
 
     Not its model, which somebody may want, nor anything of a name that no recipe gives.
+
+    Raises:
+        RecipeError: something cannot be removed.
     """
     for name in ("run.json", "curve.png", "curves.png", "samples.png"):
-        (out / name).unlink(missing_ok=True)
+        try:
+            (out / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise RecipeError(f"--out: {out / name} of an earlier run cannot be removed: {error.strerror}") from error
 
 
 @contextmanager
