@@ -585,10 +585,10 @@ REFUSALS: dict[str, Callable[[], object]] = {
 
 
 def outcome(name: str) -> tuple[str, str, list[str]]:
-    """Exception type, message and communication of a refusal, on this rank."""
+    """Exception type, message and what was sent before a refusal, on this rank."""
     with Communication() as communication:
         try:
             REFUSALS[name]()
         except Exception as error:  # the type is what is tested
-            return type(error).__name__, str(error), communication.ran
-    return "nothing", "", communication.ran
+            return type(error).__name__, str(error), communication.sent
+    return "nothing", "", communication.sent

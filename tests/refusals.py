@@ -16,10 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wallfacer_dt as w
 from tests.cases import mesh_of
+from wallfacer_dt.metp import BODIES as METP_BODIES
+from wallfacer_dt.ops import BODIES as ATTENTION_BODIES
+
+BODIES = {**ATTENTION_BODIES, **METP_BODIES}
 
 
 class Communication(TorchDispatchMode):
-    """Names of the communicating ops that ran."""
+    """Names of the communicating ops that ran, of which those of this package are opaque: their bodies run instead."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -30,19 +34,27 @@ class Communication(TorchDispatchMode):
         self.ran: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") or func.namespace == "wallfacer_dt":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self.ran.append(str(func))
+        if func in BODIES:
+            with self:
+                return BODIES[func](*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    @property
+    def sent(self) -> list[str]:
+        """Those that are not how ranks compare what they were asked for, and tell each other of a refusal."""
+        return [op for op in self.ran if not op.startswith("c10d.allgather_")]
 
 
 def outcome(name: str) -> tuple[str, str, list[str]]:
-    """Exception type, message and communication of a refusal, on this rank."""
+    """Exception type, message and what was sent before a refusal, on this rank."""
     with Communication() as communication:
         try:
             REFUSALS[name]()
         except Exception as error:  # the type is what is tested
-            return type(error).__name__, str(error), communication.ran
-    return "nothing", "", communication.ran
+            return type(error).__name__, str(error), communication.sent
+    return "nothing", "", communication.sent
 
 
 def mesh() -> DeviceMesh:
