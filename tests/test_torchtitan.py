@@ -44,7 +44,9 @@ from wallfacer_dt.algorithms.heads import split_heads
 from wallfacer_dt.algorithms.masks import Mask
 from wallfacer_dt.algorithms.schedule import make_schedule
 from wallfacer_dt.algorithms.sequences import Sequences
+from wallfacer_dt.algorithms.steps import Schedule
 from wallfacer_dt.algorithms.volume import resolve_rotations
+from wallfacer_dt.calls import Call
 from wallfacer_dt.mesh import Coordinate, context_groups
 from wallfacer_dt.testing import IncomparableError, RankPool, worst_error
 from wallfacer_dt.testing.fake import fake_world
@@ -69,7 +71,7 @@ class Curve(NamedTuple):
     """One run by step: losses, gradient norms computed in float64 and as torchtitan reports them.
 
     And how many tokens were seen as torchtitan reports them, and how often, after the first step, attention sent round
-    the ring or exchanged in the team, and something was compiled.
+    the ring or exchanged in the team, and something was compiled; and how often in it.
     """
 
     losses: list[float]
@@ -78,6 +80,7 @@ class Curve(NamedTuple):
     tokens: list[int]
     sent: int
     compiled: int = 0
+    compiled_first: int = 0
 
 
 class Size(NamedTuple):
@@ -96,27 +99,36 @@ class Size(NamedTuple):
 
     def sends(self, layers: int = LAYERS) -> int:
         """How often attention sends after the first step, forward and backward, according to its schedules."""
-        forward, backward = resolve_rotations(
-            "auto", "auto", "2d", self.ring, self.team, ulysses=self.ulysses, heads=self.heads, kv_heads=self.heads,
-            head_dim=16, value_dim=16, shared_dim=0, lengths=(LENGTH, LENGTH), dtype=torch.float32,
-        )  # fmt: skip
-        programs = (
-            make_schedule(
-                Coordinate(self.ring, self.team, 0, 0, self.ulysses, 0),
-                Sequences(LENGTH, LENGTH, "head_tail", Mask(right=0)),
-                schedule="2d",
-                resident="kv" if rotate == "q" else "q",
-                backward=backward,
-            )
-            for backward, rotate in ((False, forward), (True, backward))
-        )
-        lines = "\n".join(map(str, programs)).splitlines()
-        sends = sum(line.startswith(("start permute", "start all_to_all")) for line in lines)
+        sends = sum(line.startswith(("start permute", "start all_to_all")) for line in self.starts())
         if self.ulysses > 1:
             # Every group of heads is sent there and back, forward and backward, and has the schedules in between.
             groups = split_heads(self.heads, self.heads, self.ulysses, hidden=True)[0]
             sends = len(groups) * (4 + sends)
         return layers * (STEPS - 1) * sends
+
+    def starts(
+        self, order: str = "head_tail", schedule: Any = "2d", rotate: Any = "auto", rotate_forward: Any = "auto"
+    ) -> list[str]:
+        """What the first rank's attention starts, forward and backward, according to its schedules."""
+        forward, backward = resolve_rotations(
+            rotate, rotate_forward, schedule, self.ring, self.team, ulysses=self.ulysses, heads=self.heads,
+            kv_heads=self.heads, head_dim=16, value_dim=16, shared_dim=0, lengths=(LENGTH, LENGTH), dtype=torch.float32,
+        )  # fmt: skip
+        programs = (
+            make_schedule(
+                Coordinate(self.ring, self.team, 0, 0, self.ulysses, 0),
+                Sequences(LENGTH, LENGTH, order, Mask(right=0)),
+                schedule=schedule,
+                resident="kv" if moves == "q" else "q",
+                backward=is_backward,
+            )
+            for is_backward, moves in ((False, forward), (True, backward))
+        )
+        return [line for program in programs for line in starts_of(program)]
+
+
+def starts_of(schedule: Schedule) -> list[str]:
+    return [line for line in str(schedule).splitlines() if line.startswith("start ")]
 
 
 def context(degree: int, team: int, rest: str = "") -> str:
@@ -189,7 +201,7 @@ def train(
     from torchtitan.distributed.utils import clip_grad_norm_
 
     curve = Curve([], [], [], [], sent=0)
-    graphs: list[int] = []
+    graphs = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def log(step: int, loss: float, _: float, norm: float, *, extra_metrics: dict[str, Any]) -> None:
@@ -220,7 +232,7 @@ def train(
         trainer.metrics_processor.log = log
         trainer.train()
     trainer.close()
-    curve = curve._replace(compiled=graphs[-1] - graphs[0])
+    curve = curve._replace(compiled=graphs[-1] - graphs[1], compiled_first=graphs[1] - graphs[0])
     return curve._replace(sent=exchanges(profile)) if len(curve.losses) == STEPS else curve
 
 
@@ -538,6 +550,8 @@ def assert_trains_alike(
     assert_equal(curves, alone)
     assert {curve.sent for curve in curves} == {SIZES[size].sends(layers)}
     assert {curve.compiled for curve in curves} == {0}  # though documents are others in every step
+    first = {curve.compiled_first for curve in curves}
+    assert min(first) > 1 if compilation else first == {0}  # of the loss there is one
 
 
 @pytest.mark.parametrize(
@@ -701,18 +715,41 @@ def test_what_is_sent_tells_when_checkpointing_runs_the_ring_again(titans, alone
     assert all(curve.sent > size.sends() for curve in curves)
 
 
+def train_noting(options: str) -> tuple[Curve, set[tuple[str, ...]], set[str]]:
+    """Beside the curve what attention's forward and what its backward starts, and the kernels that it chooses."""
+    started: dict[bool, set[tuple[str, ...]]] = {False: set(), True: set()}
+    kernels: set[str] = set()
+    schedule_of = Call._schedule
+
+    def noting(call: Call, *, backward: bool) -> Schedule:
+        schedule = schedule_of(call, backward=backward)
+        started[backward].add(tuple(starts_of(schedule)))
+        kernels.add(call.kernel.name)
+        return schedule
+
+    curve = train(options, {"wallfacer_dt.calls.Call._schedule": noting})
+    return curve, {there + back for there, back in itertools.product(*started.values())}, kernels
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("told", "kernel"),
     [
-        "--parallelism.context_parallel_schedule published --parallelism.context_parallel_rotate q",
-        pytest.param("--parallelism.context_parallel_load_balancer None", marks=pytest.mark.whole),
-        pytest.param("--parallelism.context_parallel_kernel reference", marks=pytest.mark.whole),
+        ({"schedule": "published", "rotate": "q"}, "reference"),
+        ({"rotate": "q", "rotate_forward": "q"}, "auto"),
+        pytest.param({"order": "contiguous"}, "auto", marks=pytest.mark.whole),
     ],
 )
-def test_other_ways_to_the_same_training(titans, alone: Curve, options: str) -> None:
+def test_other_ways_to_the_same_training(titans, alone: Curve, told: dict[str, str], kernel: str) -> None:
     size = SIZES["2x2"]
-    curves = titans(size.ranks).run(train, f"{size.options} --training.local_batch_size {SEQUENCES} {options}")
+    options = {**told, "kernel": kernel}
+    if options.pop("order", ""):
+        options["load_balancer"] = "None"
+    line = " ".join(f"--parallelism.context_parallel_{name} {value}" for name, value in options.items())
+    run = train_noting, f"{size.options} --training.local_batch_size {SEQUENCES} {line}"
+    curves, started, kernels = zip(*titans(size.ranks).run(*run), strict=True)
     assert_equal(curves, alone)
+    assert started[0] == {tuple(size.starts(**told))}
+    assert all(chosen == {"flash" if kernel == "auto" else kernel} for chosen in kernels)
 
 
 def test_attention_that_is_told_no_documents_trains_as_one_process(titans) -> None:
