@@ -787,19 +787,22 @@ def test_fsdp_may_cast(ranks: Ranks, name: str) -> None:
         assert on_mesh < 2 * alone
 
 
-def compiled(name: str, is_whole: bool) -> list[float]:
-    """Blocks, or all, compiled round attention, with a number of tokens that changes."""
-    model, other = MODELS[name].made(), MODELS[name].made()
+def compiled(name: str, is_whole: bool) -> tuple[int, list[float]]:
+    """Blocks, or all, compiled round attention, with a number of tokens that changes.
+
+    Returns how many graphs there are, and how far gradients of each number are.
+    """
+    count, model, other = CompileCounter(), MODELS[name].made(), MODELS[name].made()
     context_parallel(other, context_mesh("cpu", ring=2))
     for module in [other] if is_whole else [m for m in other.modules() if type(m).__name__.endswith("Block")]:
-        module.compile(backend="eager")
+        module.compile(backend=count)
     errors = []
     for even in (True, False):
         inputs = MODELS[name].called_with(even)
         loss_of(model, inputs).backward()
         loss_of(other, inputs).backward()
         errors.append(max(errors_of(averaged(other), gradients(model)).values()))
-    return errors
+    return count.frame_count, errors
 
 
 @pytest.mark.whole
@@ -810,7 +813,8 @@ def compiled(name: str, is_whole: bool) -> list[float]:
 ])  # fmt: skip
 def test_compiled_round_attention(ranks: Ranks, name: str, is_whole: bool) -> None:
     skip_unless_there(name)
-    for errors in ranks(2).run(compiled, name, is_whole):
+    for graphs, errors in ranks(2).run(compiled, name, is_whole):
+        assert graphs > 1  # attention is between them
         assert max(errors) < 1e-5
 
 
@@ -830,6 +834,7 @@ def compilations(name: str) -> list[int]:
 @pytest.mark.parametrize("name", few(["Wan 2.1", "HunyuanVideo, from an image"], {"Wan 2.1"}))
 def test_forwards_are_compiled_once(ranks: Ranks, name: str) -> None:
     for first, *others in ranks(2).run(compilations, name):
+        assert first > 1  # attention is between them
         assert others == [first] * 2
 
 

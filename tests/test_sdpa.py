@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 # As a model has it that was written long ago.
@@ -112,15 +113,22 @@ def test_options_are_those_of_attention(threads: Ranks) -> None:
     threads(4).run(both, (2, 2, 1), Model, 16, "contiguous", 15)
 
 
-def in_graphs() -> nn.Module:
-    model = Model()
-    model.compile(backend="eager")
-    return model
+def in_graphs() -> int:
+    """How many there are of a model, of one process and of ranks."""
+    count = CompileCounter()
+
+    def made() -> nn.Module:
+        model = Model()
+        model.compile(backend=count)
+        return model
+
+    both((2, 1, 1), made, 16, "head_tail")
+    return count.frame_count
 
 
 @pytest.mark.slow
 def test_a_compiled_model_has_attention_between_its_graphs(ranks: Ranks) -> None:
-    ranks(2).run(both, (2, 1, 1), in_graphs, 16, "head_tail")
+    assert min(ranks(2).run(in_graphs)) > 2  # one of one process, and of ranks those around attention
 
 
 class Again(torch.autograd.Function):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -1055,27 +1056,32 @@ def test_metp(ranks: Ranks) -> None:
     assert max(ranks(RANKS).run(metp)) < 1e-6
 
 
-def compiled(whole: bool) -> list[float]:
-    """Layers, or all, compiled round attention, on batches of other documents; beside the same without a compiler."""
+def compiled(whole: bool) -> tuple[int, list[float]]:
+    """Layers, or all, compiled round attention, on batches of other documents; beside the same without a compiler.
+
+    Returns how many graphs there are, and how far gradients of each batch are.
+    """
     mesh, order, model = set_up()
+    count = CompileCounter()
     context_parallel(model, mesh, order=order)
     other = llama()
     context_parallel(other, mesh, order=order)
     for module in [other] if whole else other.model.layers:
-        module.compile(backend="eager")
+        module.compile(backend=count)
     tokens, labels = tokens_of(61)
     errors = []
     for documents in (None, DOCUMENTS, DOCUMENTS.flip(0)):
         batch = shard_inputs(mesh, tokens, order=order, labels=labels, document_ids=documents)
         found, expected = (summed_gradients(one, **batch) for one in (other, model))
         errors.append(worst_error({n: (found[n], its) for n, its in expected.items()}, relative_to="largest"))
-    return errors
+    return count.frame_count, errors
 
 
 @pytest.mark.whole
 def test_compiled_round_attention(ranks: Ranks) -> None:
     for whole in (False, True):
-        for errors in ranks(RANKS).run(compiled, whole):
+        for graphs, errors in ranks(RANKS).run(compiled, whole):
+            assert graphs > 1  # attention is between them
             assert max(errors) < 1e-6
 
 
