@@ -36,7 +36,7 @@ from wallfacer_dt.integrations.transformers.trainer import ContextParallelTraine
 
 Ranks = Callable[[int], RankPool]
 RANKS = 4
-LENGTH, LR = 61, 0.05  # of a length that ranks do not divide
+LENGTH, LR, CLIP_NORM = 61, 0.05, 0.5  # of a length that ranks do not divide
 FOR_KERNELS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
 
 
@@ -84,7 +84,7 @@ def of_torchrun() -> Any:
 def arguments(**options: Any) -> TrainingArguments:
     return TrainingArguments(
         tempfile.mkdtemp(), use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=0.5,
+        optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=CLIP_NORM,
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         **{"prediction_loss_only": True, "per_device_eval_batch_size": 5} | options,
     )  # fmt: skip
@@ -106,19 +106,19 @@ def loss_of(model: Any, rows: Rows, some: list[int]) -> Tensor:
     return summed / counted(rows, some)
 
 
-def one_process(name: str, rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float]]:
-    """The model, and its losses in steps of these rows."""
+def one_process(name: str, rows: Rows, steps: list[list[int]]) -> tuple[Any, list[float], list[float]]:
+    """The model, and its losses in steps of these rows, and norms of gradients before they are clipped."""
     model = MODELS[name].made()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses = []
+    losses, norms = [], []
     for some in steps:
         loss = loss_of(model, rows, some)
         losses.append(loss.item())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    return model, losses
+    return model, losses, norms
 
 
 def evaluated(model: Any, rows: Rows, many: int, batch: int) -> float:
@@ -144,6 +144,7 @@ def trained(name: str, groups: int, order: str, evaluates_first: bool) -> tuple[
         asked: list[Any] = [None] * world
         dist.all_gather_object(asked, rows.asked)
         logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        norms = [line["grad_norm"] for line in trainer.state.log_history if "loss" in line]
         # On two meshes accelerate repeats rows, in the last batch of one mesh or of both.
         sizes = (16, 13)[:groups]
         logged += [trainer.evaluate(Subset(held_out, range(many)))["eval_loss"] for many in sizes]
@@ -156,7 +157,9 @@ def trained(name: str, groups: int, order: str, evaluates_first: bool) -> tuple[
         )  # of 4 rows, whatever they are split into
     by_group = asked[:: world // groups]
     steps = [[row for group in by_group for row in group[4 * step :][:4]] for step in range(3)]
-    expected, losses = one_process(name, rows, steps)
+    expected, losses, unclipped = one_process(name, rows, steps)
+    assert min(unclipped) > CLIP_NORM  # which hides from losses how gradients scale
+    assert worst_error([(norms, unclipped)], relative_to="each") < 1e-5
     losses += [evaluated(expected, held_out, many, 5 * groups) for many in sizes]
     losses.append(evaluated(expected, held_out, 13, 4))
     found = dict(trainer.model.named_parameters())
@@ -466,7 +469,7 @@ def reported() -> tuple[list[float], list[float], list[int]]:
         steps = [rows.asked[4 * step :][:4] for step in range(3)]
         losses = [said.training_loss, said.metrics["train_loss"], trainer.state.log_history[-1]["train_loss"]]
         evaluated_as, predicted = trainer.evaluate(), trainer.predict(held_out).metrics
-    expected, of_steps = one_process("Llama", rows, steps)
+    expected, of_steps, _ = one_process("Llama", rows, steps)
     wanted = [sum(of_steps) / 3] * 3 + [evaluated(expected, held_out, 16, 5)]
     speeds = {**evaluated_as, **predicted, **trainer.state.log_history[-1]}
     many = [round(speeds[f"{name}_runtime"] * speeds[f"{name}_steps_per_second"]) for name in ("eval", "test")]
