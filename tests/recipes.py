@@ -4,10 +4,13 @@ import importlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from wallfacer_dt.testing import worst_error
 
 SMALL = ["--sequence", "256", "--dim", "32", "--layers", "1", "--batch", "1", "--steps", "20"]
 
@@ -30,6 +33,18 @@ def recipe_here(arguments: list[str], recipe: str = "train_bytes") -> int:
         return importlib.import_module(f"recipes.{recipe}.__main__").main(arguments)
 
 
+def run_in(folder: Path) -> dict[str, Any]:
+    """What the run in a folder recorded."""
+    return json.loads((folder / "run.json").read_text())["run"]
+
+
 def losses(folder: Path) -> list[float]:
     """Of the run in a folder."""
-    return json.loads((folder / "run.json").read_text())["run"]["losses"]
+    return run_in(folder)["losses"]
+
+
+def check_trains_alike(folder: Path, of_one: Path) -> None:
+    """Losses and norms of gradients are those of another run; AdamW and clipping hide from losses how these scale."""
+    found, expected = run_in(folder), run_in(of_one)
+    assert worst_error([(found["losses"], expected["losses"])]) <= 1e-6
+    assert worst_error([(found["grad_norms"], expected["grad_norms"])], relative_to="each") <= 1e-5

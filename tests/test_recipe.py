@@ -28,10 +28,10 @@ from recipes.training.ranks import Ranks as TrainingRanks
 from recipes.training.ranks import make_meshes, sum_over_groups
 from recipes.training.record import Run, Traffic, run_name
 from recipes.training.settings import Launch, Placement, RecipeError
-from tests.recipes import SMALL, recipe_on_rank
+from tests.recipes import SMALL, check_trains_alike, recipe_on_rank, run_in
 from wallfacer_dt import WaitError, context_mesh
 from wallfacer_dt.agreement.whereabouts import Whereabouts
-from wallfacer_dt.testing import RankPool, worst_error
+from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.fake import fake_world
 
 Ranks = Callable[[int], RankPool]
@@ -404,9 +404,8 @@ def test_the_long_form_is_the_run_of_one_process(ranks: Ranks, tmp_path: Path) -
 
 def check_alike(folder: Path, of_one: Path) -> None:
     """The run in a folder is that of one process in another, and received what the formula says."""
-    record, alone = (json.loads((path / "run.json").read_text())["run"] for path in (folder, of_one))
-    assert worst_error([(record["losses"], alone["losses"])]) <= 1e-6
-    assert worst_error([(record["grad_norms"], alone["grad_norms"])], relative_to="each") <= 1e-5
+    check_trains_alike(folder, of_one)
+    record = run_in(folder)
     for direction in ("forward", "backward"):
         assert record[direction]["received"] == record[direction]["formula"]
         assert set(record[direction]["calls"]) == {record[direction]["expected_calls"]}
