@@ -37,6 +37,14 @@ WRITTEN = entries(DOCUMENT.read_text())
 CELLS = [key for keys in cells().values() for key in keys]
 
 
+def written(key: Key) -> str:
+    """What the document says of a cell; of a row that kernels and compilers leave out, of the style on their mesh."""
+    if key in WRITTEN:
+        return WRITTEN[key]
+    assert WRITTEN[*key[:2], STYLES[-1].name], "only rows that all refuse are left out"
+    return WRITTEN[*key[:2], STYLES[-1].name]
+
+
 def few() -> set[Key]:
     """Of every feature whatever the document says of it, in every section every column; columns take turns.
 
@@ -74,7 +82,7 @@ def seen(pool: RankPool, request: pytest.FixtureRequest) -> dict[Key, list[Outco
 def test_works_or_is_refused_on_all_ranks_before_anything_is_sent(seen: dict[Key, list[Outcome]], key: Key) -> None:
     """As the document says."""
     found = verdict(FEATURES[key[:2]], COLUMNS[key[2]], seen[key])
-    assert found == WRITTEN.get(key, found), "write it anew: python -m tests.features > docs/features.md"
+    assert found == written(key), "write it anew: python -m tests.features > docs/features.md"
 
 
 def test_the_document_is_what_it_says_of_cells() -> None:
@@ -115,8 +123,8 @@ def test_a_refusal_that_stops_being_one_is_seen(seen: dict[Key, list[Outcome]], 
     assert verdict(FEATURES[DROPOUT[:2]], COLUMNS[DROPOUT[2]], seen[DROPOUT])
 
 
-WORKS = Outcome(1e-12, "", "", ("all_to_all_single",), True)
-REFUSED = Outcome(float("nan"), "ValueError", "called with dropout_p=0.1", (), True)
+WORKS = Outcome(1e-12, "", "", ("all_to_all_single",))
+REFUSED = Outcome(float("nan"), "ValueError", "called with dropout_p=0.1", ())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,6 @@ REFUSED = Outcome(float("nan"), "ValueError", "called with dropout_p=0.1", (), T
         ([REFUSED, REFUSED._replace(raised="TypeError")], "different errors"),
         ([REFUSED, REFUSED._replace(sent=("all_to_all_single",))], "sent before it was refused"),
         ([REFUSED, REFUSED._replace(message="no")], "without naming"),
-        ([REFUSED, REFUSED._replace(fit=False)], "did not meet"),
     ],
 )
 def test_what_is_neither_is_broken(outcomes: list[Outcome], why: str) -> None:
