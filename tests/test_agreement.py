@@ -61,7 +61,7 @@ MESSAGES = {
     "unsharding along a dim that is none on one rank": "dim must be in [-4, 4), got 7",
     "unsharding what is elsewhere on one rank": "x must be on the mesh's device type 'cpu', got meta",
     "a sampler's seed along data_parallel": "seed must be the same on every rank of the mesh, got rank ",
-    "a refusal under grad": "scale must be",
+    "a refusal under grad": "scale must be finite and above 0, got -1.0",
     "a mask that one rank refuses": "mask_mod takes a value out of a tensor of positions",
     "METP's token order beside tp": f"order {SAME}TokenOrder('contiguous', ranks 0, 2 in turn), rank 2: ",
     "METP's projections": f"its projections {SAME}('up', 'gate', 'down'), rank 1",

@@ -226,7 +226,7 @@ MESSAGES = {
     "called with a window": ("ValueError", "sliding_window=8, which this style does not implement"),
     "called with a flash window": ("ValueError", "window_size=(8, 0), which this style does not implement"),
     "called with sinks that are no tensor": ("ValueError", "sinks=0.5, which this style does not implement"),
-    "called with sinks twice": ("ValueError", "sinks"),
+    "called with sinks twice": ("ValueError", "sinks twice, under two names"),
     "called with a soft cap": ("ValueError", "softcap=30.0, which this style does not implement"),
     "called with something unknown": ("ValueError", "temperature=None, which this style does not implement"),
     "called as causal": ("ValueError", "called with is_causal=True, the style was given is_causal=False"),

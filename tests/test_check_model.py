@@ -149,8 +149,10 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks, mistake: str, says: list
 
 def test_one_rank_that_fails_is_heard_of(ranks: Ranks) -> None:
     told: list[Any] = ranks(4).run(check, "one rank fails", 4)
-    assert all(one != "equal" for one in told), told
-    assert all("by chance" in one or "call" in one for one in told), told
+    for one in told:
+        assert (
+            "it must be the same on every rank of the mesh, got rank 0: attention, rank 1: attention, rank 2: " in one
+        )
     assert ranks(4).run(check, "", 4) == ["equal"] * 4  # nobody was left behind
 
 

@@ -234,9 +234,11 @@ REFUSED: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], str]] = {
     "dropout": (lambda: [x()] * 3, {"dropout_p": 0.5}, "dropout_p=0.5"),
     "sinks of other heads": (lambda: [x()] * 3, {"sinks": x(3)}, "one logit per query head"),
     "integers as sinks": (lambda: [x()] * 3, {"sinks": x(HEADS, dtype=torch.int64)}, "must be a floating point tensor"),
-    "documents of another length": (lambda: [x()] * 3, {"document_ids": torch.zeros(8, dtype=torch.int64)}, "must"),
+    "documents of another length": (
+        lambda: [x()] * 3, {"document_ids": torch.zeros(8, dtype=torch.int64)}, "the whole sequence of 16 tokens",
+    ),
     "shared keys of another width": (lambda: [x()] * 3, {"k_shared": x(1, 1, LENGTH, 3)}, "to which k_shared belongs"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # which tangents import

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -203,7 +204,7 @@ REFUSALS = {
     "tokens that were not dealt out": (partial(attend, 2, HEADS, 5, DIM), ValueError, "16 tokens this rank holds 4"),
     "flex_attention": (partial(attend, of=flex_attention), NotImplementedError, "flex_attention computes attention"),
     "torch's module": (of_torch, NotImplementedError, "MultiheadAttention computes attention where"),
-    "a model compiled to one graph": (compiled, Exception, "from user code"),
+    "a model compiled to one graph": (compiled, Unsupported, r"/wallfacer_dt/sdpa\.py.* in __torch_function__"),
     "nothing attends": (nothing_attends, RuntimeError, "nothing in context_parallel called"),
     "one within another": (nested, ValueError, "context_parallel within another"),
     "an unknown option": (lambda: entered(windw=3).__enter__(), TypeError, "did you mean 'window_size'"),
