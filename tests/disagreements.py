@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,6 +31,7 @@ from wallfacer_dt.kernels.block import Need
 from wallfacer_dt.kernels.registry import select_kernel
 from wallfacer_dt.mesh import name_of
 from wallfacer_dt.metp.boundary import _compare_along_tp
+from wallfacer_dt.testing import worst_error
 
 ODD = 2  # the rank that differs
 
@@ -535,10 +537,12 @@ def some_know_their_layer() -> tuple[list[int], int]:
 
 
 def documents_of_other_integers() -> float:
-    """The same documents, as int32 on one rank."""
-    ids = torch.arange(16) // 5
-    out = attend(document_ids=ids.int() if is_odd() else ids)
-    return float(out.sum())
+    """The same documents, as int32 on one rank: how far attention is from that of one process."""
+    ids, order = torch.arange(16) // 5, w.TokenOrder("contiguous", mesh())
+    whole = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+    out = attend(w.shard_sequence(whole, order, dim=2), document_ids=ids.int() if is_odd() else ids)
+    expected = F.scaled_dot_product_attention(whole, whole, whole, attn_mask=ids.unsqueeze(-1) == ids)
+    return worst_error([(out, w.shard_sequence(expected, order, dim=2))])
 
 
 class Late(NamedTuple):

@@ -126,7 +126,7 @@ def test_a_rank_may_not_know_in_which_layer_it_is(ranks: Ranks) -> None:
 
 
 def test_equal_documents_are_equal_whatever_holds_them(ranks: Ranks) -> None:
-    assert ranks(4).run(documents_of_other_integers) == [64.0] * 4
+    assert max(ranks(4).run(documents_of_other_integers)) < 1e-6
 
 
 @pytest.fixture

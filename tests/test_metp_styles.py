@@ -300,13 +300,25 @@ def test_a_module_keeps_its_style_as_it_was() -> None:
         assert torch.equal(module(x), y)
 
 
-@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.double(), lambda m: m.to_empty(device="cpu")])
-def test_a_module_may_be_moved_after_a_step(move: Callable[[nn.Module], nn.Module]) -> None:
-    """Torch swaps its DTensors for others, which nobody may have a weak reference to."""
+def emptied(module: nn.Module) -> None:
+    before = copy.deepcopy(module.state_dict())
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    module.load_state_dict(before)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.double(), emptied])
+def test_a_module_may_be_moved_after_a_step(move: Callable[[nn.Module], Any]) -> None:
+    """Torch swaps its DTensors for others, which nobody may have a weak reference to, and which are those of calls."""
     with fake_world(1, 0):
         module, x = applied(FeedForward(), metp(check=False)), torch.randn(1, 3, 6)
+        y = module(x).detach()
         module(x).sum().backward()
-        assert not isinstance(move(module).up.weight.data.to_local(), DTensor)
+        move(module)
+        again = module(x.to(module.up.weight.dtype))
+        assert again.dtype == module.up.weight.dtype
+        assert worst_error([(again.detach().to(y.dtype), y)]) < 1e-6
 
 
 def test_x_may_be_on_a_mesh_that_is_equal() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -209,16 +210,20 @@ def test_two_layers_may_share_their_inner_attention(ranks: Ranks) -> None:
         assert max(found) < 1e-10
 
 
-def neutral_options() -> Tensor:
+def neutral_options() -> float:
     mesh = mesh_of(dist.get_world_size(), 1)
-    module = parallelize_module(Inner("BNLH"), mesh, RingParallel(**told(mesh, is_causal=True, layout="BNLH")))
-    x = torch.ones(1, 2, 4, 8)
-    return module(x, x, x, is_causal=True, enable_gqa=True, dropout_p=0.0, scale=None, window_size=(-1, -1), sinks=None)
+    options = told(mesh, is_causal=True)
+    module = parallelize_module(Inner("BNLH"), mesh, RingParallel(**options, layout="BNLH"))
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, 8, 8) for heads in (4, 2, 2)]
+    q, k, v = (shard_sequence(x, options["order"], dim=2) for x in whole)
+    out = module(q, k, v, is_causal=True, enable_gqa=True, dropout_p=0.0, scale=None, window_size=(-1, -1), sinks=None)
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    return worst_error([(out, shard_sequence(expected, options["order"], dim=2))])
 
 
 def test_options_that_ask_for_nothing_are_taken(ranks: Ranks) -> None:
-    for out in ranks(2).run(neutral_options):
-        assert worst_error([(out, torch.ones(1, 2, 4, 8))]) <= 1e-6
+    assert max(ranks(2).run(neutral_options)) <= 1e-6
 
 
 def saved_bytes(ring: int, team: int) -> int:
@@ -363,7 +368,7 @@ class ByName(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def called_by_name(compiled: bool) -> list[bool | str]:
+def called_by_name(compiled: bool) -> bool:
     mesh = mesh_of(2, 1)
     style = RingParallel(is_causal=True, scale=0.5, order=TokenOrder("head_tail", mesh))
     module = parallelize_module(ByName(), mesh, style)
@@ -371,18 +376,17 @@ def called_by_name(compiled: bool) -> list[bool | str]:
     q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
     expected = call(q, k, v)
     found = call(q, k, value=v, scale=0.5), call(value=v, query=q, key=k), call(q, k, v, 0.5)
-    said = []
-    for names in ({"query": q, "key": k}, {"q": q, "key": k, "value": v}):
-        with pytest.raises(TypeError) as refused:
-            module(**names)
-        said.append(str(refused.value))
-    return [all(torch.equal(x, expected) for x in found), *said]
+    for lacks, names in {"value": {"query": q, "key": k}, "query": {"q": q, "key": k, "value": v}}.items():
+        with pytest.raises(
+            Unsupported if compiled else TypeError, match=f"attention is called without {lacks}: pass q, k and v"
+        ):
+            call(**names)
+    return all(torch.equal(x, expected) for x in found)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_q_k_and_v_have_the_modules_names(ranks: Ranks, compiled: bool) -> None:
-    expected = [True, *(f"attention is called without {name}: pass q, k and v" for name in ("value", "query"))]
-    assert ranks(2).run(called_by_name, compiled) == [expected] * 2
+    assert ranks(2).run(called_by_name, compiled) == [True] * 2
 
 
 def test_results_are_laid_out_as_inputs_are(ranks: Ranks) -> None:
@@ -565,23 +569,25 @@ MADE: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def stated(index: int) -> str:
+def stated(index: int) -> tuple[str, float]:
+    """What a call is told, or how far it is from the function with the style's options."""
     options, called, _ = STATED[index]
     called = {name: MADE[value]() if isinstance(value, str) else value for name, value in called.items()}
     mesh = mesh_of(2, 1)
     module = unchecked(WallFacerParallel(**told(mesh, layout="BNLH", check=False, **options)), mesh)
     try:
-        module(*tensors(), **called)
+        out = module(*tensors(), **called)
     except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+        return str(error), 0.0
+    return "", worst_error([(out, context_parallel_attention(*tensors(), mesh, **told(mesh, **options)))])
 
 
 @pytest.mark.parametrize("index", range(len(STATED)))
 def test_options_of_a_call_are_the_styles(ranks: Ranks, index: int) -> None:
-    for said in ranks(2).run(stated, index):
+    for said, error in ranks(2).run(stated, index):
         assert STATED[index][2] in said
         assert bool(STATED[index][2]) == bool(said)
+        assert error == 0
 
 
 class WithSinks(Whatever):

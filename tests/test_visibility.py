@@ -45,6 +45,7 @@ def test_exactly_the_outputs_that_may_see_a_token_change(
     changed = data.draw(st.integers(0, case.shard * size - 1))
     answers = threads(size).run(outputs_before_and_after, case, changed)
     before, after = (whole(case, [answer[i] for answer in answers]).out for i in range(2))
+    assert torch.stack([before, after]).isfinite().all()
     different = (before != after).any(-1).any(1).any(0)
     positions = torch.arange(len(different))
     assert different.equal(positions >= changed if case.is_causal else torch.ones_like(different))
@@ -60,6 +61,7 @@ def test_of_any_mask_too(threads: Callable[[int], RankPool], size: int, data: st
     changed = data.draw(st.integers(0, case.kv_total - 1))
     answers = threads(size).run(outputs_before_and_after, case, changed)
     before, after = (whole(case, [answer[i] for answer in answers]).out for i in range(2))
+    assert torch.stack([before, after]).isfinite().all()
     different = (before != after).any(-1)
     seen = visibility(case.batch, case.heads, case.total, case.kv_total, **case.masks)[..., changed]
     assert different.equal(seen.expand_as(different))
