@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -109,12 +109,32 @@ def gradients(
     return [p.grad for p in (x, *blocks.parameters())], counting.counts
 
 
-def compare(how: str, compiled: bool, packed: bool = False) -> tuple[float, int, int, int]:
-    """Largest difference to gradients without checkpoints; calls of attention, of its backward, of addmm."""
+class Compared(NamedTuple):
+    """Largest difference to gradients without checkpoints; calls of attention, of its backward, of addmm; and
+    collectives of forwards.
+    """
+
+    error: float
+    forward: int
+    backward: int
+    addmm: int
+    collectives: dict[Any, int]
+
+
+def compare(how: str, compiled: bool, packed: bool = False) -> Compared:
     expected, _ = gradients("none", packed=packed)
-    got, counts = gradients(how, compiled=compiled, packed=packed)
+    with count_collectives(mesh_of(2, 1, ulysses=2) if packed else mesh_of(2, 2)) as traffic:
+        got, counts = gradients(how, compiled=compiled, packed=packed)
     error = worst_error(zip(got, expected, strict=True))
-    return error, counts["attention"], counts["attention_backward"], counts["addmm"]
+    ran = counts["attention"], counts["attention_backward"], counts["addmm"]
+    return Compared(error, *ran, dict(traffic.forward.collectives))
+
+
+ONCE = {
+    ("all_gather_into_tensor", "cp_team"): 2,
+    ("all_to_all_single", "cp_ring"): 2,
+    ("all_to_all_single", "cp_team"): 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -126,17 +146,17 @@ def compare(how: str, compiled: bool, packed: bool = False) -> tuple[float, int,
 )
 def test_the_ring_runs_once(ranks: Ranks, how: str, projections: int, compiled: bool) -> None:
     """Once a layer, with the same gradients; projections run again where the policy does not save them."""
-    for error, forward, backward, addmm in ranks(4).run(compare, how, compiled):
-        assert error < 1e-6
-        assert (forward, backward) == (2, 2)
-        assert addmm == projections
+    for found in ranks(4).run(compare, how, compiled):
+        assert found.error < 1e-6
+        assert (found.forward, found.backward, found.addmm) == (2, 2, projections)
+        assert found.collectives == ONCE
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_so_does_attention_of_documents_with_ulysses(ranks: Ranks, compiled: bool) -> None:
-    for error, forward, backward, addmm in ranks(4).run(compare, "full", compiled, True):
-        assert error < 1e-6
-        assert (forward, backward, addmm) == (2, 2, 6)
+    for found in ranks(4).run(compare, "full", compiled, True):
+        assert found.error < 1e-6
+        assert (found.forward, found.backward, found.addmm) == (2, 2, 6)
 
 
 @pytest.mark.parametrize("some", [torch.ops.aten.addmm, "addmm"])
@@ -158,20 +178,9 @@ def test_a_list_may_be_told_where_it_is_compiled() -> None:
 
 def test_without_the_policy_it_runs_twice(ranks: Ranks) -> None:
     """What the policy is for."""
-    assert {found[1] for found in ranks(4).run(compare, "plain", False)} == {4}
-
-
-def collectives() -> dict[Any, int]:
-    mesh = mesh_of(2, 2)
-    with count_collectives(mesh) as traffic:
-        gradients("full")
-    return dict(traffic.forward.collectives)
-
-
-def test_collectives_of_the_forward_run_once_a_layer(ranks: Ranks) -> None:
-    once = {("all_gather_into_tensor", "cp_team"): 2, ("all_to_all_single", "cp_ring"): 2}
-    once[("all_to_all_single", "cp_team")] = 2
-    assert ranks(4).run(collectives) == [once] * 4
+    for found in ranks(4).run(compare, "plain", False):
+        assert found.forward == 4
+        assert found.collectives == {what: 2 * number for what, number in ONCE.items()}
 
 
 def under(**config: Any) -> tuple[float, dict[Any, int]]:
@@ -185,11 +194,9 @@ def under(**config: Any) -> tuple[float, dict[Any, int]]:
 
 @pytest.mark.parametrize("config", [{"activation_memory_budget": 0.2}, {"aggressive_recomputation": True}], ids=str)
 def test_a_partitioner_that_saves_less_does_not_run_the_ring_again(ranks: Ranks, config: dict[str, Any]) -> None:
-    once = {("all_gather_into_tensor", "cp_team"): 2, ("all_to_all_single", "cp_ring"): 2}
-    once[("all_to_all_single", "cp_team")] = 2
     for error, found in ranks(4).run(partial(under, **config)):
         assert error < 1e-6
-        assert found == once
+        assert found == ONCE
 
 
 def with_metp(compiled: bool) -> tuple[float, int, int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -116,8 +117,13 @@ def attend(layout: Layout, through: str = "function") -> Outcome:
         got = results(inner)
     if through == "compiled":
         torch._dynamo.reset()
-        eager, got = got, results(torch.compile(inner, backend="aot_eager", fullgraph=True))
-        assert all(torch.equal(x.full_tensor(), got[name].full_tensor()) for name, x in eager.items())
+        counting = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(lambda q, **others: inner(q * 1, **others) * 1, backend=counting, fullgraph=True)
+        for _ in range(2):
+            eager, got = got, results(compiled)
+            assert all(torch.equal(x.full_tensor(), got[name].full_tensor()) for name, x in eager.items())
+            assert all(x.placements == got[name].placements for name, x in eager.items())
+        assert counting.frame_count == 1
     assert all(isinstance(x, DTensor) for x in got.values())
     pairs = {}
     for name, expected in oracle(case).by_name().items():
@@ -220,7 +226,7 @@ COMPILED = ("hybrid, data parallel, documents by row", "mask", "shared keys over
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_they_are_as_in_eager_mode(ranks: Callable[[int], RankPool], name: str) -> None:
+def test_compiled_they_are_one_graph_and_as_in_eager_mode(ranks: Callable[[int], RankPool], name: str) -> None:
     layout = FEATURES[name]
     for outcome in ranks(torch.Size(layout.sizes).numel()).run(attend, layout, "compiled"):
         assert outcome.error < 1e-10

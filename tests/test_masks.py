@@ -119,12 +119,6 @@ def test_any_case_in_small_blocks(threads: Callable[[int], RankPool], size: int,
     check(threads, data.draw(any_case(size)))
 
 
-@examples(10)
-@given(data=st.data())
-def test_any_case_on_processes(ranks: Callable[[int], RankPool], data: st.DataObject) -> None:
-    check(ranks, data.draw(any_case(4)))
-
-
 # In `make test` each on one mesh with a ring, which take turns, and every eighth without one, too.
 TURNS = [
     pytest.param(name, mesh, marks=() if (i % 3 == j - 1 if j else i % 8 == 0) else pytest.mark.whole)

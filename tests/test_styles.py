@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -247,31 +246,6 @@ def test_the_forward_keeps_local_q_k_v_out_and_lse(ranks: Ranks, mesh: tuple[int
     assert ranks(mesh[0] * mesh[1]).run(saved_bytes, *mesh) == [elements * 4] * (mesh[0] * mesh[1])
 
 
-def compiled(ring: int, team: int, backend: str) -> tuple[float, float]:
-    """Largest differences between eager and one compiled graph: output and input gradients."""
-    mesh = mesh_of(ring, team)
-    style = WallFacerParallel(**told(mesh, "head_tail", is_causal=True, layout="BNLH", rotate="kv"))
-    module = parallelize_module(Inner("BNLH"), mesh, style)
-    inputs = [torch.randn(1, n, 4, 8, requires_grad=True) for n in (4, 2, 2)]
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module(q.sin(), k, v, scale=0.3).square()
-
-    results = []
-    for function in (forward, torch.compile(forward, fullgraph=True, backend=backend)):
-        out = function(*inputs)
-        results.append([out.detach(), *torch.autograd.grad(out.sum(), inputs)])
-    eager, ours = results
-    return worst_error([(ours[0], eager[0])]), worst_error(zip(ours[1:], eager[1:], strict=True))
-
-
-@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
-def test_a_styled_module_is_one_graph(ranks: Ranks, mesh: tuple[int, int]) -> None:
-    """The operators are opaque in it; its backward is one too."""
-    for found in ranks(mesh[0] * mesh[1]).run(compiled, *mesh, "aot_eager"):
-        assert max(found) < 1e-6
-
-
 class SDPAShaped(nn.Module):
     """Called like torch's function, with its defaults."""
 
@@ -415,18 +389,6 @@ def operator_check() -> None:
 
 def test_the_operator_passes_torchs_own_check(ranks: Ranks) -> None:
     ranks(2).run(operator_check)
-
-
-def second_derivative() -> None:
-    mesh = mesh_of(2, 1)
-    q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(context_parallel_attention(q, q, q, mesh).square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="context-parallel attention has no second derivative"):
-        grad.sum().backward()
-
-
-def test_a_second_derivative_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(second_derivative)
 
 
 def test_a_module_keeps_its_style_as_it_was() -> None:
@@ -674,32 +636,6 @@ def test_masks_of_compiled_calls_are_the_styles(ranks: Ranks) -> None:
     for styles in ("its mask_mod", "none"):
         for said, _ in ranks(2).run(compiled_mask, styles):
             assert "attention_masks under torch.compile, where masks are constants: give it to the style" in said
-
-
-def compiled_extras() -> tuple[int, float]:
-    """Sinks and documents in one graph: how many graphs, and how far from eager."""
-    torch._dynamo.reset()
-    mesh = mesh_of(2, 1)
-    module = unchecked(RingParallel(**told(mesh, is_causal=True, layout="BNLH", check=False)), mesh)
-    counting = CompileCounterWithBackend("aot_eager")
-    leaves = [x.requires_grad_() for x in (*tensors(), torch.arange(4.0, dtype=torch.float64))]
-    documents = torch.arange(LENGTH) // 5
-
-    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return module(q, k, v, sinks=sinks, document_ids=documents).square()
-
-    results = []
-    for function in (model, torch.compile(model, backend=counting, fullgraph=True)):
-        out = function(*leaves)
-        results.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
-    return counting.frame_count, worst_error(zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_call_with_extras_is_one_graph(ranks: Ranks) -> None:
-    for graphs, worst in ranks(2).run(compiled_extras):
-        assert graphs == 1
-        assert worst < 1e-12
 
 
 def without_an_order(options: dict[str, Any], called: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, draw, held, index_of, mesh_of, whole
 from tests.pairwise import few
-from tests.strategies import any_case, cases, examples
+from tests.strategies import any_case, examples
 from wallfacer_dt import context_parallel_attention
 from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.oracle import visibility
@@ -35,26 +35,12 @@ def outputs_before_and_after(case: Case, changed: int) -> list[tuple[int, list[n
     return answers
 
 
-@pytest.mark.parametrize("size", few([2, 3, 4, 6, 8], {2, 4, 6}))
-@examples(20)
+@pytest.mark.parametrize("size", few([1, 2, 4, 6, 8], {1, 2, 4, 6}))
+@examples(25)
 @given(data=st.data())
 def test_exactly_the_outputs_that_may_see_a_token_change(
     threads: Callable[[int], RankPool], size: int, data: st.DataObject
 ) -> None:
-    case = data.draw(cases(range(size, size + 1), inputs="normal"))
-    changed = data.draw(st.integers(0, case.shard * size - 1))
-    answers = threads(size).run(outputs_before_and_after, case, changed)
-    before, after = (whole(case, [answer[i] for answer in answers]).out for i in range(2))
-    assert torch.stack([before, after]).isfinite().all()
-    different = (before != after).any(-1).any(1).any(0)
-    positions = torch.arange(len(different))
-    assert different.equal(positions >= changed if case.is_causal else torch.ones_like(different))
-
-
-@pytest.mark.parametrize("size", few([1, 2, 4, 6, 8], {1, 2, 4, 6}))
-@examples(25)
-@given(data=st.data())
-def test_of_any_mask_too(threads: Callable[[int], RankPool], size: int, data: st.DataObject) -> None:
     """In each row of the batch and head by itself."""
     fixed = {"inputs": "normal", "sinks": False, "shared_dim": 0, "replicated": 0, "softcap": None, "kernel": "auto"}
     case = data.draw(any_case(size, **fixed))
