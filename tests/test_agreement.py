@@ -28,7 +28,7 @@ from tests.disagreements import (
 )
 from wallfacer_dt import context_mesh
 from wallfacer_dt.agreement import worlds
-from wallfacer_dt.agreement.agree import _naming_call, agree, hear_all
+from wallfacer_dt.agreement.agree import _listing, _naming_call, agree, hear_all
 from wallfacer_dt.agreement.meeting import Meeting, Pending, kept
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.agreement.worlds import this_world
@@ -272,3 +272,12 @@ def test_what_is_kept_is_given_while_other_threads_remove_some() -> None:
     assert not store
     assert kept(store, "none", 1, lambda: None) is None
     assert kept(store, "none", 1, lambda: 3) is None
+
+
+def test_of_many_ranks_those_that_differ_are_told_first() -> None:
+    assert _listing({0: "a", 1: "b"}) == "rank 0: a, rank 1: b"
+    values = dict.fromkeys(range(1024), "2.13.0") | {700: "2.11.0", 3: "2.11.0"}
+    said = _listing(values)
+    assert said.startswith("rank 3, 700: 2.11.0; rank 0, 1, 2, 4, ")
+    assert said.endswith(", 16, ...: 2.13.0")
+    assert _listing({rank: str(rank) for rank in range(1024)}).endswith("; rank 15: 15; ...")

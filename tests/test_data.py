@@ -1,6 +1,8 @@
 """The loader's side: which samples and which tokens of them a rank reads."""
 
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,3 +268,19 @@ def test_data_parallelism_is_one_axis() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp_ring"))
         with pytest.raises(ValueError, match=r"must be a mesh of one axis, got \('dp', 'cp_ring'\); slice it first"):
             SequenceSampler(SequenceDataset(STREAM, 8), mesh["cp_ring"], data_parallel=mesh)
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(100, 5000)])
+def test_a_memory_map_is_sent_to_workers_as_its_file(tmp_path: Path, part: slice) -> None:
+    """Where they are not forked, and numpy would send all its numbers."""
+    whole = np.arange(7000, dtype=np.uint16)
+    (tmp_path / "tokens.bin").write_bytes(b"head" + whole.tobytes())
+    tokens = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r", offset=4)[part]
+    dataset = SequenceDataset(tokens, 64)
+    told = pickle.dumps(dataset)
+    assert len(told) < 1000
+    again = pickle.loads(told)
+    assert isinstance(again.tokens, np.memmap)
+    assert len(again) == len(dataset)
+    assert all(torch.equal(x, y) for i in (0, 5, -1) for x, y in zip(again[i], dataset[i], strict=True))
+    assert torch.equal(pickle.loads(pickle.dumps(SequenceDataset(whole, 64)))[3][0], SequenceDataset(whole, 64)[3][0])

@@ -1,9 +1,13 @@
 """Send buffers: tensors of several dtypes in one flat buffer, without padding."""
 
+from unittest import mock
+
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wallfacer_dt import rows
 from wallfacer_dt.collectives.send_buffer import Layout, layout, pack
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -114,3 +118,22 @@ def test_a_tensor_of_no_element_is_a_field() -> None:
         assert got.equal(want)
     nothing = [torch.empty(2, 0), torch.empty(0, dtype=torch.float64)]
     assert [x.shape for x in layout_of(nothing).views(packed(nothing))] == [(2, 0), (0,)]
+
+
+def test_indices_of_packings_that_are_over_are_let_go() -> None:
+    """Plans of 64 packings are kept, on the host; what is on a device is of about four."""
+    generator = np.random.default_rng(0)
+    x = torch.arange(4000.0)
+    with mock.patch.dict(rows._indices, clear=True):
+        kept = []
+        for _ in range(40):
+            starts = np.sort(generator.choice(2000, 500, replace=False)) * 2
+            some = rows.Rows.at([np.stack([starts, starts + 1], -1)])
+            kept.append(some)
+            assert some.of(x, 0).tolist() == starts.tolist()
+        assert [*rows._indices] == [(some, x.device) for some in kept[-rows._KEPT :]]
+        kept[-rows._KEPT].of(x, 0)
+        assert [*rows._indices][-1][0] is kept[-rows._KEPT]
+        large = rows.Rows.at([np.stack([np.arange(0, 4000, 2), np.arange(1, 4001, 2)], -1)])
+        assert large.of(x, 0).tolist() == list(range(0, 4000, 2))
+        assert len(rows._indices) == rows._KEPT + 1  # which is less than so many of the largest

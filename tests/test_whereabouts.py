@@ -1,5 +1,6 @@
 """A wait in vain says what it was for, and where the other ranks were last."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -228,3 +231,18 @@ def test_a_process_that_ends_while_it_still_asks_is_not_crashed() -> None:
 def test_where_nobody_tells_nothing_is_said() -> None:
     assert World().whereabouts.of([0, 1]) == ""
     assert this_world() is None
+
+
+def test_who_waits_for_nobody_is_told_first() -> None:
+    """Of a long ring all the others wait, each for its neighbour, and not all of them are told."""
+
+    def ask(_: Any, ranks: Any, heard: dict[int, tuple[str, int]]) -> None:
+        for rank in ranks:
+            waits = "" if rank == 40 else f" and waited for permute cp_ring kv[2] to {rank + 1}"
+            heard[rank] = f"had come to call {35 if rank == 40 else 36}{waits}", 0
+
+    here = Whereabouts()
+    with mock.patch.object(Whereabouts, "_ask", ask), mock.patch.multiple(here, _store=1, _process=os.getpid()):
+        said = here.of(range(64))
+    assert said.startswith("; rank 40 had come to call 35, told 0 s ago; rank 0 had come to call 36 and waited for ")
+    assert said.endswith("; ...")

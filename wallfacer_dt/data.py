@@ -7,7 +7,7 @@ Ranks of one context mesh take the same sample, data-parallel groups take differ
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         self.tokens, self.length = tokens, length
         self.spans: list[tuple[int, int]] = held.tolist()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are not forked: of a memory map where it is, which numpy would write out whole."""
+        return self.__dict__ | {"tokens": _Mapped.of(self.tokens) or self.tokens}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As it was, the file opened again."""
+        self.__dict__ |= state
+        if isinstance(self.tokens, _Mapped):
+            self.tokens = self.tokens.opened()
+
     def __len__(self) -> int:
         """Number of whole windows that also have their last label."""
         return (len(self.tokens) - 1) // self.length
@@ -93,6 +103,30 @@ class SequenceDataset(Dataset[tuple[Tensor, Tensor]]):
         if rows.dtype == np.uint64 and (largest := rows.max()) > np.iinfo(np.int64).max:
             raise ValueError(f"token {largest} is none: more than 63 bits")
         return torch.as_tensor(rows.astype(np.int64))
+
+
+class _Mapped(NamedTuple):
+    """Which numbers of a file a memory map has."""
+
+    file: str
+    dtype: np.dtype
+    offset: int
+    length: int
+
+    @classmethod
+    def of(cls, tokens: Any) -> "_Mapped | None":
+        """Those of a map, or of a slice of one; None of anything else."""
+        if not isinstance(tokens, np.memmap) or tokens.filename is None or tokens.strides != (tokens.itemsize,):
+            return None
+        whole: Any = tokens
+        while isinstance(whole.base, np.memmap):
+            whole = whole.base
+        ahead = tokens.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        return cls(str(tokens.filename), tokens.dtype, whole.offset + ahead, len(tokens))
+
+    def opened(self) -> np.memmap:
+        """The map, to be read."""
+        return np.memmap(self.file, self.dtype, "r", self.offset, (self.length,))
 
 
 class SequenceSampler(DistributedSampler[int]):

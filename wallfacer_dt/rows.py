@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from wallfacer_dt.layout import Pieces, Spans, length_of, merged, nonempty, positions, spans_of, stored_at
 
 _FEW = 64
+_KEPT = 16  # indices, of the size of the largest: those of about four packings
+_indices: dict[tuple["Rows", torch.device], Tensor] = {}
+"""On devices, the latest last: packings outlive their steps in caches of plans, and these do not with all of them."""
+_lock = Lock()  # a backward has a thread for each device
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +29,6 @@ class Rows:
     """
 
     pieces: tuple[Spans, ...]
-    _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, by_row: Sequence[Spans]) -> "Rows":
@@ -60,11 +64,23 @@ class Rows:
 
     def _index(self, x: Tensor) -> Tensor:
         """(rows of the batch, length)."""
-        if x.device in self._indices:
-            return self._indices[x.device]
+        key = self, x.device
+        with _lock:
+            index = _indices.pop(key, None)
+            if index is not None:
+                _indices[key] = index
+                return index
         index = torch.tensor(np.stack(list(map(positions, self.pieces))), device=x.device)
         if not isinstance(x, FakeTensor):
-            self._indices[x.device] = index
+            with _lock:
+                _indices[key] = index
+                sizes = [one.nbytes for one in _indices.values()]
+                left, most = sum(sizes), _KEPT * max(sizes)
+                for old, size in zip(list(_indices), sizes, strict=True):
+                    if left <= most:
+                        break
+                    del _indices[old]
+                    left -= size
         return index
 
 

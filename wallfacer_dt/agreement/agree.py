@@ -265,9 +265,22 @@ def _difference(told: dict[int, _Said]) -> str:
     differing.append(("it", {rank: ", ".join(pairs) for rank, pairs in by_rank.items()}))
     for name, values in differing:
         if len(set(values.values())) > 1:
-            listing = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            return f"{name} must be the same on every rank of the mesh, got {listing}"
+            return f"{name} must be the same on every rank of the mesh, got {_listing(values)}"
     return ""
+
+
+def _listing(values: dict[int, str]) -> str:
+    """By rank; of many ranks those together that have the same, the fewest first, and not all."""
+    if len(values) <= _MANY:
+        return ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    told = sorted(ranks.items(), key=lambda found: len(found[1]))
+    listing = [
+        f"rank {', '.join(map(str, some[:_MANY]))}{', ...' * (len(some) > _MANY)}: {value}" for value, some in told
+    ]
+    return "; ".join(listing[:_MANY] + ["..."] * (len(listing) > _MANY))
 
 
 def _digest(what: object) -> int:
@@ -275,6 +288,7 @@ def _digest(what: object) -> int:
     return int.from_bytes(digest, signed=True) or 1
 
 
+_MANY = 16  # ranks, or values, in a message
 _posts = count(1)
 _likeness = functools.lru_cache(1024)(_digest)  # of texts alone, so that what is equal is the same
 

@@ -75,7 +75,8 @@ class Whereabouts:
             ago_by_place.setdefault(place, {})[rank] = ago
         found = [
             f"; rank {', '.join(map(str, some))} {place}, told {max(some.values())} s ago"
-            for place, some in ago_by_place.items()
+            # First those for whom others may be waiting: in a ring all wait, each for another.
+            for place, some in sorted(ago_by_place.items(), key=lambda found: _WAITED in found[0])
         ]
         return "".join(found[:_PLACES] + ["; ..."] * (len(found) > _PLACES))
 
@@ -94,7 +95,7 @@ class Whereabouts:
         at = f"at {self.progress}, " if self.progress else ""
         waits_for = self.waits_for  # which changes while a thread reads it
         waited = "" if waits_for is None else str(waits_for)
-        waits = f" and waited for {waited}" if waited else ""
+        waits = f"{_WAITED}{waited}" if waited else ""
         return f"{at}had come to {self.call or 'no call'}{waits}"
 
     @staticmethod
@@ -104,6 +105,7 @@ class Whereabouts:
         return isinstance(error, RuntimeError) and not isinstance(error, others)
 
 
+_WAITED = " and waited for "
 _ending = threading.Event()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
