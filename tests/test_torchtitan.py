@@ -1380,6 +1380,9 @@ def attend_by_main_branch(order: str, window: int, sizes: dict[str, int]) -> tup
         calls: dict[str, Callable[[], Any]] = {
             "order": lambda: kind.prepare_cp_metadata(metadata, permutation=torch.arange(LENGTH).flip(0)[None]),
             "metadata": lambda: kind.prepare_cp_metadata(positions, permutation=permutation),
+            "length": lambda: kind.prepare_cp_metadata(
+                config.build_attention_metadata(torch.arange(10)), permutation=None
+            ),
             "score_mod": lambda: module(q, k, v, attention_metadata=metadata, score_mod=torch.add),
             "out_transform": lambda: module(q, k, v, attention_metadata=metadata, out_transform=torch.add),
             "inner": lambda: backend.context_attention(torch.nn.Linear),
@@ -1411,6 +1414,7 @@ def test_the_interface_of_the_main_branch(titans, order: str, sizes: dict[str, i
         assert {name: text[:20] for name, text in said.items()} == {
             "order": "torchtitan deals tok",
             "metadata": "expected Documents, ",
+            "length": "the 4 ranks of the a",
             "score_mod": "attention was called",
             "out_transform": "of functions given a",
             "inner": "inner must be one of",

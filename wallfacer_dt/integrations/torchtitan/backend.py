@@ -136,6 +136,11 @@ class _Meshes:
                 raise ValueError(f"expected Documents, which this class's Config makes, got {type(documents).__name__}")
             length = documents.ids.shape[1]
             cp = main_branch.current_mesh()
+            if length % cp.size():
+                raise ValueError(
+                    f"the {cp.size()} ranks of the axis cp do not divide sequences of {length} tokens, of which "
+                    "torchtitan's models need equal shards: pad or cut them to a multiple"
+                )
             dealt = torch.arange(length) if permutation is None else permutation.reshape(-1).cpu()
             mine = dealt.view(cp.size(), -1)[cp.get_local_rank()] if len(dealt) == length else dealt[:0]
             if not torch.equal(mine, sequence_positions(length, order).cpu()):
