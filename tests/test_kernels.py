@@ -1052,3 +1052,10 @@ def test_head_dims_that_flash_attention_4_is_given(
     monkeypatch.setattr(flash_attn, "capability_of", lambda _: capability)
     q, k, v = (torch.empty(1, n, 5, dim) for n, dim in zip((heads[0], *heads[1:] * 2), (dims[0], *dims), strict=True))
     assert flash_attn._widths_4(q, k, v) == given
+
+
+@pytest.mark.parametrize(("dims", "said"), [((16, 16), True), ((8, 64), "takes head dims from 16 on, got 8 and 64")])
+def test_flex_says_which_head_dims_it_takes(dims: tuple[int, int], said: str | bool) -> None:
+    """Others Inductor refuses once it compiles, when hops are on their way."""
+    found = flex.KERNEL.supports(Need("cuda", torch.bfloat16, *dims, masked=True))
+    assert found is True if said is True else str(found).startswith(str(said))

@@ -492,3 +492,10 @@ def test_a_stack_whose_forward_holds_the_most() -> None:
         for way in ("kv", "q")
     ]
     assert each[0].working > 2 * each[1].working
+
+
+@pytest.mark.parametrize(("dim", "rounded"), [(64, 64), (80, 96), (128, 128), (160, 192)])
+def test_the_workspace_of_a_backward_has_head_dims_rounded(dim: int, rounded: int) -> None:
+    q, k = (torch.empty(2, heads, 256, dim, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    grouped = 2 * 256 * dim * 2
+    assert dry_run._workspace(dry_run._BACKWARD, (q, q, k)) == 2 * 8 * (256 * (rounded + 1) * 4 + grouped)

@@ -20,9 +20,11 @@ def cumulative(segments: Segments, q: Tensor, k: Tensor) -> Ragged:
     first = np.repeat([start for start, _ in segments.extents], 2)
     some = [_lengths(rows - first, q.shape[2], k.shape[2]) for rows in segments.rows]
     q_lengths, k_lengths = np.concatenate(some * (q.shape[0] // len(some)), 1)
+    # Where it is 1, FlashAttention-2 and torch's copy take sequences for queries, of which gaps of keys have none.
+    most = max(2, int(q_lengths.max()))
     masked_rows, masked_keys = np.repeat(k_lengths == 0, q_lengths), np.repeat(q_lengths == 0, k_lengths)
     ragged = Ragged(
-        _summed(q_lengths, q.device), _summed(k_lengths, q.device), int(q_lengths.max()), int(k_lengths.max()),
+        _summed(q_lengths, q.device), _summed(k_lengths, q.device), most, int(k_lengths.max()),
         segments.left, segments.right, _rows(masked_rows, q), _rows(masked_keys, q),
     )  # fmt: skip
     if not isinstance(q, FakeTensor):

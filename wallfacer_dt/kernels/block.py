@@ -36,7 +36,7 @@ class Ragged(NamedTuple):
     Attributes:
         cu_seqlens_q: cumulative numbers of queries (segments + 1,), int32.
         cu_seqlens_k: of keys. Some segments have no queries, others no keys.
-        max_seqlen_q: the most queries of a segment.
+        max_seqlen_q: the most queries of a segment, or 2.
         max_seqlen_k: the most keys.
         left: -1: no bound.
         right: -1: no bound.

@@ -94,6 +94,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
+_LEAST = 16  # of which Inductor's kernel makes products (torch 2.13.0)
+
+
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Gradients:
     """See :class:`wallfacer_dt.kernels.block.Backward`, and Note [Gradients of one block from autograd]."""
     refuse("flex", how, softcap=True)
@@ -113,6 +116,11 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 def _supports(need: Need) -> bool | str:
     if need.softcap:
         return no_softcap(need.softcap)
+    if need.device_type == "cuda" and min(need.head_dim, need.value_dim) < _LEAST:
+        return (
+            f"takes head dims from {_LEAST} on, got {need.head_dim} and {need.value_dim}: pad q, k and v, or pass "
+            "kernel='reference'"
+        )
     if need.device_type == "cuda" and need.dtype != torch.float64:
         return True
     return (

@@ -161,13 +161,15 @@ def _workspace(func: Any, args: tuple) -> int:
 
     A float32 sum of dq with its rows' delta and, for grouped heads, dk and dv of every query head (``mha_bwd`` of
     flash_api.cpp). What is said with it is 3% to 10% above the most of a call on an H200; what was said without it was
-    exceeded by 10% to 26%.
+    exceeded by 10% to 26%. Of packed documents one at a time is seen, where a call on CUDA has many, and 128 rows more
+    for each.
     """
     if func is not _BACKWARD or args[1].itemsize > 2:
         return 0
     (batch, heads, rows, dim), (_, kv_heads, columns, _) = args[1].shape, args[2].shape
     expanded = 2 * columns * dim * args[1].itemsize if kv_heads < heads else 0
-    return batch * heads * (rows * (dim + 1) * 4 + expanded)
+    multiple = 32 if dim <= 128 else 64
+    return batch * heads * (rows * (-(-dim // multiple) * multiple + 1) * 4 + expanded)
 
 
 def _options(candidate: Candidate, sequence: SequenceShape, index: int) -> Options:
