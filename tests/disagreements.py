@@ -362,6 +362,19 @@ def another_along_tp_on_a_device(*seen: int) -> None:
         enter(3 if dist.get_rank() == 1 else 2)
 
 
+def others_are_heard_while_a_pair_differs() -> None:
+    """What the whole mesh does next waits at once, and hears in its place what a pair has not looked at yet."""
+    on = with_tp()
+    name, tp_name = name_of(on), name_of(on["tp"])
+    with as_on_a_device():
+        for length in (2, 3):
+            agree("a pair's", [("the length", length)], tp_name, x=x())
+            settle()
+        agree("a pair's", [("the length", 3 if dist.get_rank() == 1 else 2)], tp_name, x=x())
+        with refusing_together(name):
+            hear_all("something else", dist.get_rank(), name)
+
+
 def metp_on_one_rank() -> None:
     """Where METP would make a process group, which all make together."""
     on = w.context_mesh("cpu", 2, 2, placement="ring_in_node")
@@ -465,6 +478,7 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "METP's x along tp, on a device": partial(another_along_tp_on_a_device, 2),
     "METP's x along tp, on a device, each seen before": partial(another_along_tp_on_a_device, 2, 3),
     "METP on one rank": metp_on_one_rank,
+    "a pair of ranks, while all hear each other": others_are_heard_while_a_pair_differs,
     "a factor that METP does not see": lambda: attribute_changed(WithOptions(), metp(check=False), "factor", 0.5),
     "dropout that comes later": lambda: attribute_changed(with_dropout(), metp(check=False), "drop.p", 0.5),
     "a code of attention that changes": lambda: attribute_changed(

@@ -69,6 +69,7 @@ MESSAGES = {
     "METP's x along tp, one rank in half precision": "the shape of x must be the same on every rank",
     "METP's x along tp, on a device": "the shape of x must be the same on every rank",
     "METP's x along tp, on a device, each seen before": "the shape of x must be the same on every rank",
+    "a pair of ranks, while all hear each other": "the length must be the same on every rank of the mesh, got rank 0",
     "METP on one rank": f"it {SAME}WallFacerParallel applied, rank 1: WallFacerParallel applied, rank 2: METP, ",
     "a factor that METP does not see": "factor was 1.0 when METPParallel was applied, and now the module has f",
     "dropout that comes later": "drop.p was 0.0 when METPParallel was applied, and now the module has p=0.5",

@@ -263,3 +263,42 @@ def test_a_gradient_that_is_rounding_alone_is_none(ranks: Ranks, dtype: torch.dt
 def test_a_tolerance_that_is_none_is_refused(tolerance: Any) -> None:
     with fake_world(1), pytest.raises(ValueError, match="tolerance must be a finite number above 0, got"):
         check_model(nn.Linear(1, 1), context_mesh("cpu"), whole=F.relu, sharded=F.relu, tolerance=tolerance)
+
+
+class Bare(Biased):
+    """Without biases, and with a gradient that is a thousand times as large."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        for one in (self.query, self.key, self.value):
+            one.bias = None
+        self.head = nn.Linear(D, 1, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor, inner: Callable[..., Tensor]) -> Tensor:
+        return super().forward(x, inner) + 1000 * self.head(x)
+
+
+def without_keys(dtype: torch.dtype) -> str:
+    """What is said where on the mesh keys have no gradient."""
+    mesh = context_mesh("cpu", ring=2)
+    order = TokenOrder("contiguous", mesh)
+    x = torch.randn(2, N, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mine = shard_sequence(x, order, dim=1)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attention(q, k.detach(), v, mesh, order=order)
+
+    try:
+        check_model(
+            Bare(dtype), mesh, order=order, whole=lambda m: m(x, F.scaled_dot_product_attention).float().mean(),
+            sharded=lambda m: m(mine, attention).float().mean() / 2,
+        )  # fmt: skip
+    except EquivalenceError as error:
+        return str(error)
+    return "equal"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_small_gradient_is_compared_by_itself(ranks: Ranks, dtype: torch.dtype) -> None:
+    for said in ranks(2).run(without_keys, dtype):
+        assert said.startswith("the gradients of 1 of 4 parameters differ, of key.weight by 1 of its largest element")

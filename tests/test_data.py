@@ -270,6 +270,17 @@ def test_data_parallelism_is_one_axis() -> None:
             SequenceSampler(SequenceDataset(STREAM, 8), mesh["cp_ring"], data_parallel=mesh)
 
 
+def test_a_memory_map_of_which_a_file_is_no_copy_is_sent_whole(tmp_path: Path) -> None:
+    np.arange(700, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    changed = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="c")
+    changed[0] = 7
+    gone = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r")
+    assert pickle.loads(pickle.dumps(SequenceDataset(changed, 64)))[0][0][0] == 7
+    told = SequenceDataset(gone, 64)
+    (tmp_path / "tokens.bin").unlink()
+    assert torch.equal(pickle.loads(pickle.dumps(told))[1][0], told[1][0])
+
+
 @pytest.mark.parametrize("part", [slice(None), slice(100, 5000)])
 def test_a_memory_map_is_sent_to_workers_as_its_file(tmp_path: Path, part: slice) -> None:
     """Where they are not forked, and numpy would send all its numbers."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from recipes.train_bytes.settings import Settings
 from recipes.training.finite import blame, first_not_finite, last_not_finite
+from recipes.training.loop import _is_refused
 from recipes.training.ranks import check_options
 from recipes.training.settings import Launch, RecipeError, Saving, check_restarts
 from tests.faults.__main__ import FAULTS_BY_NAME, PAGE, judged
@@ -24,6 +26,8 @@ from tests.faults.run import PATIENCE, RECIPES, STEPS, Outcome, provoke
 from tests.machines import needs_network
 from tests.metp_refusals import FeedForward, metp
 from wallfacer_dt import context_mesh
+from wallfacer_dt.agreement.agree import agree, refusing_together
+from wallfacer_dt.mesh import name_of
 from wallfacer_dt.testing import RankPool
 from wallfacer_dt.testing.fake import fake_world
 
@@ -238,3 +242,21 @@ def test_who_began_is_blamed(threads: Ranks) -> None:
     assert {said.partition(";")[0] for said in threads(4).run(carried)} == {
         "first not finite, when the forward was run again: layers.1 on rank 2"
     }
+
+
+def refused_in_a_step(odd: bool) -> bool:
+    """Whether an error of attention counts as a refusal; perhaps it is one rank's."""
+    mesh = context_mesh("cpu", ring=2)
+    try:
+        with refusing_together(name_of(mesh)):
+            if not odd or dist.get_rank() == 1:
+                raise ValueError("dropout is not implemented")
+            agree("attention", (), name_of(mesh))
+    except ValueError as error:
+        return _is_refused(error, SimpleNamespace(context=mesh))
+    raise AssertionError
+
+
+def test_a_bug_of_one_rank_is_no_refusal(ranks: Ranks) -> None:
+    assert ranks(2).run(refused_in_a_step, False) == [True, True]
+    assert ranks(2).run(refused_in_a_step, True) == [False, False]

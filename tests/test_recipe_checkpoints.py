@@ -162,7 +162,7 @@ def test_a_weight_that_is_never_used_is_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_no_folder_of_its_own_is_no_checkpoint(copied: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A link to one is, and goes when it is the oldest, but not what it leads to; what cannot be removed stays."""
+    """A link to one is, and goes when it is old, but not what it leads to; what cannot be removed stays."""
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "step_4"
     end_at(copied, 8)
     (copied / "kept" / "step_4").rename(elsewhere)
@@ -171,8 +171,18 @@ def test_what_is_no_folder_of_its_own_is_no_checkpoint(copied: Path, tmp_path_fa
     with mock.patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied")) as removing:
         assert recipe_here(keeping(copied, "--resume", every=4, keep=1)) == 0
     assert removing.called
-    assert names(copied) == ["step_11", "step_12", "step_8"]
+    assert names(copied) == ["step_11.broken", "step_12", "step_8"]
     assert elsewhere.is_dir()
+
+
+def test_a_link_that_leads_nowhere_is_a_checkpoint_that_is_broken(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one on a disk that is not mounted: nothing begins anew."""
+    end_at(copied, 0)
+    (copied / "kept" / "step_4").symlink_to(copied / "not mounted")
+    assert recipe_here(keeping(copied, "--resume", every=4)) == 2
+    assert "--resume: of 1 checkpoints" in capfd.readouterr().err
 
 
 def test_what_was_cut_off_while_it_was_written_is_removed(copied: Path) -> None:

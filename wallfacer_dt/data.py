@@ -5,6 +5,7 @@ Ranks of one context mesh take the same sample, data-parallel groups take differ
 """
 
 import operator
+import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -115,8 +116,10 @@ class _Mapped(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Any) -> "_Mapped | None":
-        """Those of a map, or of a slice of one; None of anything else."""
+        """Those of a map, or of a slice of one, which a file has as it has them; None of anything else."""
         if not isinstance(tokens, np.memmap) or tokens.filename is None or tokens.strides != (tokens.itemsize,):
+            return None
+        if tokens.mode == "c" or not os.path.exists(tokens.filename):  # changed in memory alone, or let go of
             return None
         whole: Any = tokens
         while isinstance(whole.base, np.memmap):

@@ -103,7 +103,7 @@ def deal(length: int, axes: tuple[int, ...], order: str) -> Shards:
     return tuple(held[index] for index in range(len(sizes)))
 
 
-@lru_cache(maxsize=16)  # an entry has what all ranks hold
+@lru_cache(maxsize=64)
 def deal_documents(bounds: tuple[int, ...], axes: tuple[int, ...]) -> Shards:
     """Deal out every document head-tail; ``bounds`` are where documents begin, and the sequence's length.
 

@@ -225,7 +225,7 @@ class Checkpoints:
         for name in _steps_in(self._saving.checkpoint)[self._saving.keep :]:
             old = self._saving.checkpoint / name
             try:
-                old.unlink() if old.is_symlink() else shutil.rmtree(old)
+                old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
             except OSError as error:  # no reason to end a run, whose newest is whole
                 self._say(f"--keep: {old} cannot be removed: {first_line(error)}")
 
@@ -344,8 +344,7 @@ def _set_aside(folder: Path) -> None:
 def _steps_in(folder: Path | None) -> list[str]:
     """Names of checkpoints, the newest first."""
     assert folder is not None
-    steps = ((path, match) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
-    found = ((int(match[1]), path.name) for path, match in steps if path.is_dir())
+    found = ((int(match[1]), path.name) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
     return [name for _, name in sorted(found, reverse=True)]
 
 

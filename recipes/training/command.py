@@ -81,7 +81,7 @@ def spelled(settings: Any) -> Iterator[str]:
             yield from _flag(hints[field.name], value)
         elif value is not None:
             # What exists is a path, which the run need not see from the same folder.
-            is_path = field.name in PATHS and value not in KEYWORDS and Path(value).exists()
+            is_path = field.name in PATHS and value != KEYWORDS.get(field.name) and Path(value).exists()
             yield f"--{field.name.replace('_', '-')}={Path(value).resolve() if is_path else value}"
 
 

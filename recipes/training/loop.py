@@ -17,7 +17,7 @@ from recipes.training.settings import Output, RecipeError, Saving
 from recipes.training.traffic import LayerSizes, counted
 from recipes.training.trainer import Trainer, learning_rate
 from wallfacer_dt import WaitError, note_progress
-from wallfacer_dt.agreement.agree import have_all
+from wallfacer_dt.agreement.agree import have_all, hear_all
 from wallfacer_dt.agreement.progress import places
 from wallfacer_dt.agreement.whereabouts import Whereabouts
 from wallfacer_dt.mesh import name_of
@@ -125,6 +125,9 @@ def _record(
 
 
 def _is_refused(error: Exception, ranks: Ranks) -> bool:
-    """Whether all ranks that share sequences refuse what a model asks of attention, as dropout: no rank's bug."""
+    """Whether all ranks that share sequences refuse the same, as dropout of attention, and none because of another."""
+    if ranks.context is None or isinstance(error, WaitError) or not have_all(error, mesh := name_of(ranks.context)):
+        return False
     is_kind = isinstance(error, ValueError | TypeError | NotImplementedError)
-    return is_kind and ranks.context is not None and have_all(error, name_of(ranks.context))
+    said = hear_all("what each refuses", str(error), mesh)  # all have an error now, be it another's
+    return is_kind and len({*said.values()}) == 1

@@ -64,7 +64,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Files]:
         if (folder / NAME).stat().st_size > _MOST_BYTES:
             raise BrokenError(f"{NAME} is too large to be one")
         whole = json.loads((folder / NAME).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BrokenError(f"{NAME} is missing") from None
     # RecursionError: of what is nested without end.
     except (ValueError, RecursionError) as error:

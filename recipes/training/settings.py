@@ -89,8 +89,8 @@ class RunSettings:
 
 # Those options that may be a file's or a folder's name.
 PATHS = frozenset({"text", "model", "tokenizer", "checkpoint"})
-KEYWORDS = frozenset({"bytes"})
-"""What an option of these takes that is no path: --tokenizer."""
+KEYWORDS = {"tokenizer": "bytes"}
+"""What some of them take that is no path."""
 
 # What the runs of a demo have of their own, or all alike.
 DEMO_WITHOUT = frozenset({"ulysses", "ring", "team", "data_parallel", "placement", "ffn", "attention", "dtype"})

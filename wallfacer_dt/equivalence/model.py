@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,8 @@ _CHECK = "check_model"
 class _Tolerance(NamedTuple):
     """By how much numbers may differ, relative to the largest of each.
 
-    A gradient counts as ``least`` of the largest of its module's others at least: that of a key's bias, which moves all
-    scores of a row alike, is 0 but for rounding.
+    A bias's gradient counts as ``least`` of that of its weight at least: a key's, which moves all scores of a row
+    alike, is 0 but for rounding.
     """
 
     relative: float
@@ -45,6 +46,7 @@ class _Tolerance(NamedTuple):
 # Norms and losses of a float64 model may be in float32.
 _TOLERANCES = {torch.float64: _Tolerance(1e-5, 1e-7), torch.float32: _Tolerance(1e-3, 3e-3)}
 _NARROW = _Tolerance(8e-2, 1e-1)
+_NOTHING = 1e-10  # of the largest gradient of all
 _POSITIONS = re.compile(r"embed|rotary|rope|position|wpe", re.IGNORECASE)
 
 
@@ -75,8 +77,7 @@ def check_model(
         document_ids: as :func:`shard_sequence` was given them, for ``document_head_tail``.
         tolerance: of the loss, and of gradients relative to their largest elements; by default 1e-5 for a model in
             float64, 1e-3 in float32, and 8e-2 where a parameter, or what a module gives, is in 16 bits or fewer. A
-            gradient counts as 1e-7, 3e-3 or 0.1 of the largest of its module's other parameters at least, as some are
-            0 but for rounding.
+            bias's gradient counts as 1e-7, 3e-3 or 0.1 of that of its weight at least, as some are 0 but for rounding.
 
     Raises:
         EquivalenceError: on every rank, naming what differs, where first, and what may have caused it.
@@ -87,7 +88,8 @@ def check_model(
     with refusing_together(name):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-        if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
+        is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
+        if tolerance is not None and not (is_number and 0 < tolerance < math.inf):
             raise ValueError(f"tolerance must be a finite number above 0, got {tolerance!r}")
         if order is not None:
             check_token_order(order)
@@ -208,10 +210,8 @@ class _Trial:
         sizes = {path: float(torch.linalg.vector_norm(its, torch.inf)) for path, its in expected.gradients.items()}
         wrong = {}
         for path, its in expected.gradients.items():
-            # Above 0: gradients that are all 0 have been refused.
-            size = max(sizes[path], least * _largest_beside(path, sizes))
             try:
-                error = worst_error([(found.gradients[path], its)]) / size
+                error = worst_error([(found.gradients[path], its)]) / self._counts_as(path, sizes, least)
             except IncomparableError as why:
                 return [*said, f"the gradient of {path}: {why}"]
             if not error <= most:
@@ -223,6 +223,15 @@ class _Trial:
                 f"{wrong[worst]:.2g} of its largest element"
             )
         return said
+
+    def _counts_as(self, path: str, sizes: Mapping[str, float], least: float) -> float:
+        """What a gradient's difference is relative to; above 0, as gradients that are all 0 have been refused."""
+        largest, module = max(sizes.values()), path.rpartition(".")[0]
+        if sizes[path] <= _NOTHING * largest:
+            return largest
+        dims = {name: p.ndim for name, p in self.parameters.items() if name.rpartition(".")[0] == module}
+        weights = [sizes[name] for name, ndim in dims.items() if ndim > dims[path]]
+        return max(sizes[path], least * max(weights, default=0.0))
 
     def hints(self, expected: _Run, found: _Run, first: _First | None, attended: int) -> Iterator[str]:
         """Where it began, and what may have caused it."""
@@ -264,13 +273,6 @@ class _Trial:
         dtypes |= {x.dtype for x in expected.outputs.values() if x.itemsize < torch.float32.itemsize}
         usual = max(_TOLERANCES.get(dtype, _NARROW) for dtype in dtypes)
         return usual if self.tolerance is None else usual._replace(relative=self.tolerance)
-
-
-def _largest_beside(path: str, sizes: Mapping[str, float]) -> float:
-    """The largest gradient of the other parameters of a parameter's module; of all, where it has none that is not 0."""
-    module = path.rpartition(".")[0]
-    beside = [size for other, size in sizes.items() if other != path and other.rpartition(".")[0] == module]
-    return max(beside, default=0.0) or max(sizes.values())
 
 
 def _differ(one: float, other: float, most: float) -> bool:

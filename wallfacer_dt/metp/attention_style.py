@@ -264,7 +264,7 @@ class METPAttentionParallel(AttentionStyle):
         _, (length, _) = shortened(self.attention.options, None, 1)
         calls = self._calls(rotary, length)
         if not self.check:
-            check_returns_one(module, type(self).__name__, "leave check=False out, and give example=")
+            check_returns_one(module, type(self).__name__, ": leave check=False out, and give example=")
             return rotary if self.example is None else rotary.as_in(module, calls[0])
         dim = linear(module, self.projections[0]).in_features
 

@@ -130,7 +130,7 @@ class METPParallel(ParallelStyle):
             names = ", ".join([*self._inward, self.down])
             raise ValueError(f"{who}: {names} must have as many hidden units, got {units}")
         if not self.check:
-            check_returns_one(module, who, "it is none of these")
+            check_returns_one(module, who)
         else:
             told = units[0], self.activation, *self._inward, self.down
             once(self, module, told, device_type, lambda: self._check_module(module, who, device_type, units[0]))

@@ -263,13 +263,13 @@ def check_names(names: Mapping[str, Any]) -> None:
         raise ValueError(f"{', '.join(names)} must be different submodules, got {', '.join(names.values())}")
 
 
-def check_returns_one(module: nn.Module, who: str, remedy: str) -> None:
+def check_returns_one(module: nn.Module, who: str, remedy: str = "") -> None:
     """Refuse (ValueError) a module whose forward says that it returns a tuple, of what only a trial knows."""
     said = inspect.signature(module.forward).return_annotation
     if get_origin(said) is tuple or str(said).lower().startswith("tuple["):
         raise ValueError(
-            f"{who}: {type(module).__name__} says that it returns a {said}, and with check=False {who} returns a "
-            f"tensor: {remedy}"
+            f"{who}: with check=False a module must return a tensor, and {type(module).__name__} says that it returns "
+            f"a {said}{remedy}"
         )
 
 

@@ -65,7 +65,7 @@ class Rotary:
         """The same, for a module whose arguments have these names."""
         parameters = Parameters.of(module)
         return replace(
-            self, parameters=replace(parameters, defaults={**parameters.defaults, **dict.fromkeys(DOCUMENTS)})
+            self, parameters=replace(parameters, defaults={**dict.fromkeys(DOCUMENTS), **parameters.defaults})
         )
 
     def as_in(self, module: nn.Module, call: Arguments) -> "Rotary":
