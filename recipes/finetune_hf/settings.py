@@ -10,10 +10,10 @@ from typing import Annotated
 
 from typer import Option
 
-from recipes.training.settings import RecipeError, RunSettings, check_heads, check_run
+from recipes.training.settings import KEYWORDS, RecipeError, RunSettings, check_heads, check_run
 from wallfacer_dt.layout import shard_sizes
 
-BYTES = "bytes"  # in place of a tokenizer's folder
+BYTES = KEYWORDS["tokenizer"]  # in place of a folder
 RANDOM = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2}  # of the model that is made where none is named
 
 

@@ -76,18 +76,20 @@ def agree(
     if found is None:
         return 0
     text, meeting = found
-    with _telling(mesh):
-        _settle(meeting)
     pairs = tuple(signature)
     names, values = (*_ALWAYS, *(name for name, _ in pairs)), (text, _VERSIONS, *(str(value) for _, value in pairs))
     record = likeness = _likeness((what, names, values))
     known = int(forward.view(-1)[0]) if isinstance(forward, Tensor) else forward
     if known:
         names, values = (*names, _FORWARD), (*values, str(known))
-    at_once = x is None or waits_at_once(x.device) or bool(error) or likeness not in meeting.seen
-    if at_once:  # before this is told: what is found then, of whatever mesh, the others hear in its place
-        with _telling(mesh):
+    try:
+        _settle(meeting)
+        at_once = x is None or waits_at_once(x.device) or bool(error) or likeness not in meeting.seen
+        if at_once:
             settle()
+    except (ValueError, WaitError) as late:  # of whatever mesh: this one's ranks hear it in place of this call
+        tell(late, mesh)
+        raise
     meeting.number += 1
     layer = meeting.layer_of(known)
     if known or error:
@@ -101,16 +103,6 @@ def agree(
     if at_once:
         _settle(meeting)
     return meeting.number
-
-
-@contextmanager
-def _telling(mesh: str) -> Iterator[None]:
-    """Have the ranks of a mesh hear what is found late of another's call, which may have other ranks."""
-    try:
-        yield
-    except (ValueError, WaitError) as late:
-        tell(late, mesh)
-        raise
 
 
 def settle() -> None:

@@ -208,10 +208,10 @@ class _Trial:
         if _differ(loss, whole, most):
             said.append(f"the loss is {loss:.6g} on the mesh, {whole:.6g} whole")
         sizes = {path: float(torch.linalg.vector_norm(its, torch.inf)) for path, its in expected.gradients.items()}
-        wrong = {}
+        wrong, counts = {}, self._counting_as(sizes, least)
         for path, its in expected.gradients.items():
             try:
-                error = worst_error([(found.gradients[path], its)]) / self._counts_as(path, sizes, least)
+                error = worst_error([(found.gradients[path], its)]) / counts[path]
             except IncomparableError as why:
                 return [*said, f"the gradient of {path}: {why}"]
             if not error <= most:
@@ -224,14 +224,20 @@ class _Trial:
             )
         return said
 
-    def _counts_as(self, path: str, sizes: Mapping[str, float], least: float) -> float:
-        """What a gradient's difference is relative to; above 0, as gradients that are all 0 have been refused."""
-        largest, module = max(sizes.values()), path.rpartition(".")[0]
-        if sizes[path] <= _NOTHING * largest:
-            return largest
-        dims = {name: p.ndim for name, p in self.parameters.items() if name.rpartition(".")[0] == module}
-        weights = [sizes[name] for name, ndim in dims.items() if ndim > dims[path]]
-        return max(sizes[path], least * max(weights, default=0.0))
+    def _counting_as(self, sizes: Mapping[str, float], least: float) -> dict[str, float]:
+        """What each gradient's difference is relative to; above 0, as gradients that are all 0 have been refused."""
+        largest, modules = max(sizes.values()), {path: path.rpartition(".")[0] for path in sizes}
+        beside: dict[str, list[tuple[int, float]]] = {}
+        for path, module in modules.items():
+            beside.setdefault(module, []).append((self.parameters[path].ndim, sizes[path]))
+
+        def counts_as(path: str) -> float:
+            if sizes[path] <= _NOTHING * largest:
+                return largest
+            weights = [size for ndim, size in beside[modules[path]] if ndim > self.parameters[path].ndim]
+            return max(sizes[path], least * max(weights, default=0.0))
+
+        return {path: counts_as(path) for path in sizes}
 
     def hints(self, expected: _Run, found: _Run, first: _First | None, attended: int) -> Iterator[str]:
         """Where it began, and what may have caused it."""

@@ -94,9 +94,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
-_LEAST = 16  # of which Inductor's kernel makes products (torch 2.13.0)
-
-
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Gradients:
     """See :class:`wallfacer_dt.kernels.block.Backward`, and Note [Gradients of one block from autograd]."""
     refuse("flex", how, softcap=True)
@@ -111,6 +108,9 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
         grad_block_out = (weight.unsqueeze(-1) * grad_out).to(block_out.dtype)
         dq, dk, dv = torch.autograd.grad((block_out, block_lse), (q, k, v), (grad_block_out, weight * shift))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+_LEAST = 16  # the head dim from which Inductor's kernel makes products (torch 2.13.0)
 
 
 def _supports(need: Need) -> bool | str:
